@@ -1,0 +1,84 @@
+"""Which drafted tokens the target keeps: the walk over a packed tree (paper, Appendix C).
+
+Legend: b pending root, n packed rows (row 0 is b), L block depth, A accepted tokens, V vocabulary size.
+
+Every method reads the same two things: the packed tree and one target choice per row, `choices[v]`, the token
+that the target puts after the prefix that ends in row v. The walk starts at b and steps to the child that
+carries the choice, while there is one; the choice at the last row becomes the next pending root. Greedy
+decoding makes the choice by argmax, sampling by `minicast.sampling.choose`; the walk does not know.
+
+It comes in two forms, held equal by tests. `walk` is tensor code of static shape: no value ever reaches the
+host, so it runs inside a CUDA graph. `walk_rows` runs on the host and asks for a choice only at the rows it
+visits, at most L + 1 of n, which is cheaper where a choice costs a pass over the vocabulary and no graph
+wants static shapes.
+"""
+
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Where the walk went. All tensors live on the device of the tree."""
+
+    accepted: Tensor  # () int64, A: how many drafted tokens were accepted
+    path: Tensor      # (L + 1,) int64: packed rows of b and the accepted path, then identity (entry i is i)
+    last: Tensor      # () int64: the last packed row of the path
+    next_root: Tensor  # () int64: the target's choice after the path
+
+
+def walk(tokens: Tensor, parents: Tensor, visible: Tensor, choices: Tensor, max_depth: int) -> Walk:
+    """The walk over all rows at once.
+
+    A row is reached when it and each of its ancestors carry the choice made at their parent. Siblings carry
+    different tokens, so at most one row a depth is reached, and the reached rows are one path.
+
+    tokens:    (n,) int64, row 0 is b
+    parents:   (n,) int64 packed rows; the entry of row 0 is ignored; a padding row is its own parent
+    visible:   (n, n) bool, row v true at v and at its ancestors, b included
+    choices:   (n,) int64, the target's choice at each row
+    max_depth: L; `path` has L + 1 entries whatever the tree
+    """
+    n = tokens.shape[0]
+    rows = torch.arange(n, device=tokens.device)
+    steps = torch.arange(max_depth + 1, device=tokens.device)
+
+    # clamp: row 0 may have the parent -1. A padding row is its own parent and never carries a choice.
+    carries_choice = (tokens == choices[parents.clamp(min=0)]) & (parents != rows) | (rows == 0)  # (n,)
+    reached = carries_choice & ~(visible & ~carries_choice).any(dim=1)                            # (n,)
+    depths = visible.sum(dim=1) - 1                                                               # (n,)
+
+    # last keeps a dimension of one: indexing with a () tensor would copy it to the host.
+    last = torch.where(reached, depths, -1).argmax(dim=0, keepdim=True)                           # (1,)
+    on_path = visible[last] & (depths == steps[:, None])                                          # (L + 1, n)
+    path = torch.where(steps <= depths[last], on_path.int().argmax(dim=1), steps)
+    return Walk(depths[last].squeeze(0), path, last.squeeze(0), choices[last].squeeze(0))
+
+
+def child_rows(tokens: Sequence[int], parents: Sequence[int]) -> list[dict[int, int]]:
+    """The tree as the host walk reads it: for each packed row, {token: packed row of that child}.
+
+    tokens, parents: (n,) as in `walk`, on the host.
+    """
+    children: list[dict[int, int]] = [{} for _ in tokens]
+    for row in range(1, len(tokens)):
+        if parents[row] != row:
+            children[parents[row]][tokens[row]] = row
+    return children
+
+
+def walk_rows(children: Sequence[dict[int, int]], choose: Callable[[int, int], int]) -> tuple[list[int], int]:
+    """The same walk on the host: choose(row, depth) is called at each visited row, once and in order.
+
+    Returns the packed rows of b and the accepted path, (A + 1,), and the next pending root.
+    """
+    path = [0]
+    while True:
+        choice = choose(path[-1], len(path) - 1)
+        child = children[path[-1]].get(choice)
+        if child is None:
+            return path, choice
+        path.append(child)
