@@ -1,0 +1,473 @@
+"""The round loop: one decoder in which a method is only a proposal (paper, §3.4 and Appendix C).
+
+Symbols: P committed positions in both caches, b pending root (emitted, in neither cache), L block depth, N nodes
+proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a round, F = taps·H feature width.
+
+A round is seven steps: draft, propose, pack (`propose`), verify, walk, commit (`settle`), emit (`Decoder.stream`).
+A chain is a tree without branches and autoregressive decoding a tree without nodes, so there is one round for all.
+
+Trees are built in `tree`, walked in `verify`, sampled in `sampling`; this module holds the state and the order.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from graphs.masks import BODIES
+from minicast.tree import Tree, best_first_tree, chain_tree
+from minicast.verify import walk
+from minicast.width import clamp_width
+from model.dflash import DraftHead
+from model.errors import UsageError, UserError
+from model.transformer import KVCache, Target
+
+MAX_ROWS = 128  # packed rows of the widest tree
+PREFILL_ROWS = 512  # prompt positions a pass: bounds the memory of a long prompt
+NON_FINITE = "the target gave non-finite logits; try --dtype float32, or check the checkpoint"
+
+
+@dataclass
+class Output:
+    """One finished answer.
+
+    Attributes:
+        token_ids: new tokens only, EOS included if reached
+        round_lengths: R of every round, counted after cuts; the first token comes from the prefill, not a round
+        widths: N of every round
+        stop_reason: "eos", "length" or "context"
+        prefill_seconds: prompt to first token, the drafter's prefill included
+        decode_seconds: the paper's timer (Appendix D): opens after prefill and, where something is drafted, after
+            the first draft; closes after truncation
+        wall_seconds: prompt to last token
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    round_lengths: list[int] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
+    stop_reason: str = "length"
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    wall_seconds: float = 0.0
+
+
+@dataclass
+class Round:
+    """What one round did.
+
+    Attributes:
+        token_ids: tokens emitted, after cuts
+        accepted: how many of them, from the left, were drafted; the rest are the target's own
+        tree: the N nodes proposed; None for the prefill
+        path: packed rows accepted, from row 0, the root
+        stop_reason: why the answer ends here, or None
+    """
+
+    token_ids: list[int]
+    accepted: int = 0
+    tree: Tree | None = None
+    path: list[int] = field(default_factory=list)
+    stop_reason: str | None = None
+
+    @property
+    def prefill(self) -> bool:
+        return self.tree is None
+
+    @property
+    def width(self) -> int:
+        return 0 if self.tree is None else len(self.tree.tokens)
+
+
+@dataclass
+class Proposal:
+    """What a method may look at to propose its tree.
+
+    Attributes:
+        token_ids: prompt and answer so far; the last one is the pending root b
+        width: N asked for; a method may return fewer nodes
+        rank_cap: K, ranks kept at each position; None keeps all
+        draft: runs the drafter on [b, mask × L] -> log q (L, V); call it at most once
+    """
+
+    token_ids: Sequence[int]
+    width: int
+    rank_cap: int | None
+    draft: Callable[[], Tensor]
+
+
+def no_tree(proposal: Proposal) -> Tree:
+    """Autoregressive decoding: nothing is proposed, and the drafter does not run."""
+    return Tree.empty()
+
+
+def chain(proposal: Proposal) -> Tree:
+    """DFlash: the likeliest token at each of the L positions."""
+    log_q = proposal.draft()
+    return chain_tree(log_q, log_q.shape[0])
+
+
+def best_first(proposal: Proposal) -> Tree:
+    """CAST: the N best prefixes."""
+    return best_first_tree(proposal.draft(), proposal.width, proposal.rank_cap)
+
+
+METHODS: dict[str, Callable[[Proposal], Tree]] = {"ar": no_tree, "dflash": chain, "cast": best_first}
+
+
+class State:
+    """Everything that lives across rounds, at fixed addresses.
+
+    Attributes:
+        P: (1,) int64, committed positions; `prefix` is the same on the host, equal at the start of every round
+        root: (1,) int64, b
+        target_cache, draft_cache: slots < P hold committed positions; above is scratch of the running round
+        features: (1, S, F), tap features of committed positions; written by `settle`, read by the drafter
+        drafted: positions that the drafter has read into its cache, ≤ P
+        tapped: positions whose features are there; less than P after rounds that did not tap
+        tokens, parents, depths: (MAX_ROWS,) int64 and visible: (MAX_ROWS, MAX_ROWS) bool, the pack: row 0 is the
+            root, parents are packed rows; written by `pack`, read by `settle`
+        cached_ids: token ids of the committed positions, for reuse by a prompt that starts with them
+    """
+
+    def __init__(self, target: Target, draft: DraftHead | None, body):
+        self.target, self.draft, self.body = target, draft, body
+        self.depth = draft.block_size - 1 if draft else 0
+        device, rows = target.device, MAX_ROWS
+        self.P = torch.zeros(1, dtype=torch.int64, device=device)
+        self.root = torch.zeros(1, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.parents = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.depths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.visible = torch.eye(rows, dtype=torch.bool, device=device)
+        self.rows = torch.arange(max(rows, PREFILL_ROWS), device=device)
+        self.slots = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the cached prefix."""
+        self.prefix = self.drafted = self.tapped = 0
+        self.cached_ids: list[int] = []
+        self.target_cache = self.draft_cache = self.features = None
+        self.slots = 0
+
+    def reserve(self, positions: int) -> None:
+        """Room for `positions` committed positions and the widest round above them; growing forgets the prefix."""
+        slots = positions + max(MAX_ROWS, self.depth + 1)
+        if slots <= self.slots:
+            return
+        self.reset()
+        self.slots = slots
+        target, draft = self.target, self.draft
+        self.target_cache = KVCache(target.config, slots, target.dtype, target.device)
+        if draft:
+            self.draft_cache = KVCache(draft.config, slots, target.dtype, target.device)
+            width = len(draft.taps) * target.config.hidden
+            self.features = torch.zeros(1, slots, width, dtype=target.dtype, device=target.device)
+
+    def commit(self, token_ids: list[int], tap: bool) -> None:
+        """Follow on the host what was committed on the device."""
+        self.cached_ids += token_ids
+        self.prefix += len(token_ids)
+        if tap:
+            self.tapped = self.prefix
+
+    def keep(self, prefix: int) -> None:
+        """Keep the first `prefix` committed positions; what lies above is overwritten before it is read."""
+        self.prefix = prefix
+        self.drafted, self.tapped = min(self.drafted, prefix), min(self.tapped, prefix)
+        self.P.fill_(prefix)
+        del self.cached_ids[prefix:]
+
+    def window(self, offsets: Tensor, visible: Tensor | None):
+        """The pass of rows at P + offsets (n,) that see the prefix and each other by visible (n, n)."""
+        return self.body.window(self.P, self.prefix, offsets, visible, self.slots)
+
+
+def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
+    """Commit the prompt's ids beyond the cached prefix, chunk by chunk -> logits (1, V) after its last token."""
+    target = state.target
+    while state.prefix < len(token_ids):
+        chunk = list(token_ids[state.prefix : state.prefix + PREFILL_ROWS])
+        rows = state.rows[: len(chunk)]
+        tokens = torch.tensor([chunk], device=target.device)
+        window = state.window(rows, torch.ones(len(chunk), len(chunk), dtype=torch.bool, device=target.device).tril())
+        hidden, features = target(tokens, state.target_cache, window, state.draft.taps if tap else ())
+        if tap:
+            state.features[:, state.prefix : state.prefix + len(chunk)] = features
+        state.commit(chunk, tap)
+        state.P.fill_(state.prefix)
+        if tap:
+            read_features(state)
+    return target.logits(hidden[0, -1:])
+
+
+def read_features(state: State) -> None:
+    """Bring the drafter's cache up to P from the feature cache."""
+    if state.drafted < state.prefix:
+        slots = torch.arange(state.drafted, state.prefix, device=state.P.device)
+        state.draft.extend(state.features[:, state.drafted : state.prefix], state.draft_cache, slots)
+        state.drafted = state.prefix
+
+
+def draft(state: State) -> Tensor:
+    """Step 1: one pass of the drafter over [b, mask × L] at positions P..P+L -> log q (L, V)."""
+    read_features(state)
+    block = torch.full((1, state.depth + 1), state.draft.mask_token_id, device=state.P.device)
+    block[:, :1] = state.root
+    window = state.window(state.rows[: state.depth + 1], None)
+    hidden = state.draft(block, state.draft_cache, window, state.target)
+    return torch.log_softmax(state.target.logits(hidden[0]), dim=-1)
+
+
+def pack(state: State, tree: Tree) -> int:
+    """Step 3: lay [b, z_1 … z_N] into the pack -> n. Row v holds node v − 1, so parents shift by one."""
+    n = len(tree.tokens) + 1
+    state.tokens[:1] = state.root
+    state.tokens[1:n] = tree.tokens
+    state.parents[1:n] = tree.parents + 1
+    state.depths[1:n] = tree.depths
+    state.visible[:n, :n] = tree.ancestors()
+    return n
+
+
+def propose(state: State, method: Callable[[Proposal], Tree], token_ids: Sequence[int], width: int, rank_cap) -> Tree:
+    """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
+    tree = method(Proposal(token_ids, width, rank_cap, lambda: draft(state)))
+    pack(state, tree)
+    return tree
+
+
+def settle(state: State, n: int, tap: bool) -> Tensor:
+    """Steps 4–6: verify the pack's first n rows, walk, commit the accepted path.
+
+    Returns what the host needs to know as one tensor (3 + 2M,) int64, M = min(n, L + 1): A, whether the logits
+    behind the choices were finite, the target's own next token, the path's tokens (M,) and its packed rows (M,), of
+    which the first A + 1 count. `Settled.read` is its reader.
+    """
+    tokens, parents, visible = state.tokens[:n], state.parents[:n], state.visible[:n, :n]
+    # 4 verify
+    window = state.window(state.depths[:n], visible)
+    hidden, features = state.target(tokens[None], state.target_cache, window, state.draft.taps if tap else ())
+    choices, finite = greedy(state.target.logits(hidden[0]))
+    # 5 walk
+    walked = walk(tokens, parents, visible, choices, min(n - 1, state.depth))
+    # 6 commit: the path's rows move down to slots P, P + 1, …; entries past A copy themselves and stay scratch
+    slots = state.P + state.rows[: len(walked.path)]
+    state.target_cache.move(state.P + walked.path, slots)
+    if tap:
+        state.features.index_copy_(1, slots, features.index_select(1, walked.path))
+    state.P += walked.accepted + 1
+    state.root.copy_(walked.next_root)
+    facts = torch.stack((walked.accepted, finite.long(), walked.next_root))
+    return torch.cat((facts, tokens[walked.path], walked.path))
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A round's outcome on the host.
+
+    Attributes:
+        tokens: b and the accepted tokens, now committed
+        path: their packed rows
+        next_token: the target's own, the new b
+    """
+
+    tokens: list[int]
+    path: list[int]
+    next_token: int
+
+    @classmethod
+    def read(cls, outcome: Tensor) -> "Settled":
+        """Copy the outcome of `settle` to the host: the one host sync of a round whose tree needs none."""
+        accepted, finite, next_token, *rest = outcome.tolist()
+        if not finite:
+            raise UserError(NON_FINITE)
+        tokens, path = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        return cls(tokens[: accepted + 1], path[: accepted + 1], next_token)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits (n, V) -> the lowest id of the largest logit a row (n,) int64, and () bool: all those were finite.
+
+    argmax gives the index of a NaN or of +inf where there is one, so looking at the winners is enough.
+    """
+    choices = logits.argmax(dim=-1)
+    return choices, logits.gather(1, choices[:, None]).isfinite().all()
+
+
+def cut(tokens: list[int], room: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+    """The emitted part of a round's tokens: up to the first stop id, at most `room`; and whether it was a stop id."""
+    for count, token in enumerate(tokens[:room], start=1):
+        if token in stop_ids:
+            return tokens[:count], True
+    return tokens[:room], False
+
+
+class Decoder:
+    """A target, a drafter and their buffers; one answer at a time.
+
+    Args:
+        target, draft: from `load_target` and `load_draft`; without a drafter only "ar" and own methods that do not
+            draft can run
+        max_length: positions that static caches hold at first; caches grow with the request
+        attention: "sdpa" (live slice), "static" (whole cache, explicit mask)
+
+    Caches persist between calls: a prompt that starts with the cached ids reuses them. `reset` forgets them.
+    """
+
+    def __init__(self, target: Target, draft: DraftHead | None = None, max_length: int = 4096, attention: str | None = None):
+        name = attention or "sdpa"
+        if name not in BODIES:
+            raise UsageError(f"unknown attention {name!r}: choose from {', '.join(BODIES)}")
+        self.target, self.draft = target, draft
+        self.body = BODIES[name]()
+        self.max_length = max_length
+        self.state = State(target, draft, self.body)
+        self.output = Output()
+
+    def reset(self) -> None:
+        """Forget the cached prefix and free the caches."""
+        self.state.reset()
+
+    def generate(self, prompt_ids: Sequence[int], **options) -> Output:
+        """Answer a prompt; options as for `stream`."""
+        for _ in self.stream(prompt_ids, **options):
+            pass
+        return self.output
+
+    @torch.no_grad()
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        method: str | Callable[[Proposal], Tree] = "cast",
+        width: int = 15,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop_ids: Sequence[int] = (),
+        rank_cap: int | None = 8,
+        verifier: str = "direct",
+    ) -> Iterator[Round]:
+        """Yield the answer round by round; `self.output` is complete after each.
+
+        Args:
+            prompt_ids: at least one id; never altered
+            method: "ar", "dflash", "cast", or a function from `Proposal` to `Tree`
+            width: N for "cast", 0..127; 0 is "ar"
+            max_new_tokens: exact bound on new tokens; 0 gives none
+            temperature, top_k, top_p, seed: see `minicast.sampling`; temperature 0 is greedy
+            stop_ids: ids that end the answer; the one reached is emitted
+            rank_cap: K, ranks kept at each position; None keeps all
+            verifier: "direct" or "stochastic" (see `minicast.verify`), only matters at temperature > 0
+
+        Raises:
+            UsageError: for a request that can't be served
+            UserError: when the target's logits are not finite
+        """
+        started = time.perf_counter()
+        state, output = self.state, Output()
+        self.output = output
+        method, width = self._method(method, width)
+        room, full = self._room(prompt_ids, max_new_tokens)
+        output.stop_reason = full
+        if room == 0:
+            return
+        tap = self.draft is not None and method is not no_tree  # nothing will read features otherwise
+        token_ids = list(prompt_ids)
+
+        self._begin(token_ids, room, tap)
+        emitted = [self._first_token(token_ids, tap)]
+        output.prefill_seconds = self._clock() - started
+        opened = None if tap else self._clock()
+        tree, settled = None, Settled([], [], emitted[0])
+        while True:
+            emitted, ended = cut(emitted, room - len(output.token_ids), stop_ids)  # 7 emit
+            token_ids += emitted
+            output.token_ids += emitted
+            state.keep(min(state.prefix, len(token_ids)))  # what was cut must not be inherited by a next turn
+            if tree is not None:
+                output.round_lengths.append(len(emitted))
+                output.widths.append(tree.width)
+                output.decode_seconds = self._clock() - opened
+            output.wall_seconds = self._clock() - started
+            reason = "eos" if ended else full if len(output.token_ids) == room else None
+            yield Round(emitted, min(len(settled.tokens) - 1, len(emitted)), tree, settled.path, reason)
+            if reason:
+                output.stop_reason = reason
+                return
+            tree = propose(state, method, token_ids, width, rank_cap)  # 1 draft, 2 propose, 3 pack
+            opened = opened or self._clock()
+            settled = Settled.read(settle(state, tree.width + 1, tap))  # 4 verify, 5 walk, 6 commit
+            state.commit(settled.tokens, tap)
+            emitted = settled.tokens[1:] + [settled.next_token]
+
+    def _method(self, method, width: int) -> tuple[Callable[[Proposal], Tree], int]:
+        """The proposing function and the width, checked."""
+        if isinstance(method, str):
+            if method not in METHODS:
+                raise UsageError(f"unknown method {method!r}: choose from {', '.join(METHODS)}")
+            method = METHODS[method]
+        width = clamp_width(width)
+        if method is best_first and width == 0:
+            method = no_tree
+        if self.draft is None and method in (chain, best_first):
+            raise UsageError("this method needs a draft head; give one, or use method 'ar'")
+        return method, width
+
+    def _room(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, str]:
+        """How many new tokens fit, and the stop reason when they are all there."""
+        length, context = len(prompt_ids), self.target.context
+        if length == 0:
+            raise UsageError("the prompt has no tokens; give at least one")
+        if length > context:
+            raise UsageError(f"the prompt has {length} tokens, the target's context is {context}; shorten the prompt")
+        if max_new_tokens < 0:
+            raise UsageError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+        return min(max_new_tokens, context - length), "length" if max_new_tokens <= context - length else "context"
+
+    def _begin(self, token_ids: list[int], room: int, tap: bool) -> None:
+        """Make room, and keep the longest cached prefix of the prompt; its last token runs again for its logits."""
+        state = self.state
+        state.reserve(len(token_ids) + room)
+        shared = 0
+        for cached, token in zip(state.cached_ids, token_ids[:-1]):
+            if cached != token:
+                break
+            shared += 1
+        state.keep(min(shared, state.tapped) if tap else shared)
+
+    def _first_token(self, token_ids: list[int], tap: bool) -> int:
+        """Prefill, and the target's choice after the prompt, which becomes b."""
+        choices, finite = greedy(prefill(self.state, token_ids, tap))
+        self.state.root.copy_(choices)
+        token, finite = torch.cat((choices, finite.long()[None])).tolist()  # host sync: the first token
+        if not finite:
+            raise UserError(NON_FINITE)
+        return token
+
+    def _clock(self) -> float:
+        """Seconds, with the device caught up (paper, Appendix D)."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def generate(target: Target, draft: DraftHead | None, prompt_ids: Sequence[int], **options) -> Output:
+    """`Decoder.generate` with one decoder kept on the target between calls."""
+    return _decoder(target, draft).generate(prompt_ids, **options)
+
+
+def stream(target: Target, draft: DraftHead | None, prompt_ids: Sequence[int], **options) -> Iterator[Round]:
+    """`Decoder.stream` with one decoder kept on the target between calls."""
+    return _decoder(target, draft).stream(prompt_ids, **options)
+
+
+def _decoder(target: Target, draft: DraftHead | None) -> Decoder:
+    decoder = getattr(target, "decoder", None)
+    if decoder is None or decoder.draft is not draft:
+        decoder = target.decoder = Decoder(target, draft)
+    return decoder

@@ -1,0 +1,77 @@
+"""The DFlash head: one pass over [root, mask, …, mask] gives a distribution for each of the next L tokens.
+
+Symbols: P committed positions, L block depth (block_size − 1), H hidden size, V vocabulary, F = taps·H.
+
+The head reads the target's tap features of the committed prefix. `fc` and `hidden_norm` fuse the taps once a
+position; each draft layer projects the fused feature to a key and a value, kept in the draft cache. The block's
+own keys and values go to the slots after the prefix and are overwritten when those positions commit: noise never
+stays. Queries come from the block only, and see the whole prefix and the whole block, both ways.
+
+Embedding and LM head are the target's. What is done with the L distributions is not decided here.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from model.config import DraftConfig
+from model.linear import Linear
+from model.transformer import KVCache, Layer, RMSNorm, Rotary, Target, Window
+
+
+class DraftHead(nn.Module):
+    """A one-pass block drafter. Parameters carry the published checkpoints' names."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.config = config
+        self.rotary = Rotary(config)
+        self.fc = Linear(len(config.taps) * config.hidden, config.hidden)
+        self.hidden_norm = RMSNorm(config.hidden, config.eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.eps)
+
+    @property
+    def block_size(self) -> int:
+        """L + 1: the root and L masks."""
+        return self.config.block_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs are the features, in the order of concatenation."""
+        return self.config.taps
+
+    @property
+    def mask_token_id(self) -> int:
+        return self.config.mask_token_id
+
+    def extend(self, features: Tensor, cache: KVCache, slots: Tensor) -> None:
+        """Append committed positions: features (B, T, F) of positions `slots` (T,) become keys and values there."""
+        fused = self.hidden_norm(self.fc(features))
+        rope = self.rotary(slots, fused.dtype)
+        for layer, (keys, values) in zip(self.layers, cache.layers):
+            _, k, v = layer.self_attn.project(fused, rope)
+            keys.index_copy_(2, slots, k)
+            values.index_copy_(2, slots, v)
+
+    def forward(self, block: Tensor, cache: KVCache, window: Window, target: Target) -> Tensor:
+        """block (B, L+1) token ids over the cached prefix -> normed hidden states (B, L, H) of the mask rows.
+
+        `window` lays the block at positions and slots P..P+L, and lets every row see prefix and block.
+        """
+        x = target.embed(block)
+        rope = self.rotary(window.positions, x.dtype)
+        for layer, layer_cache in zip(self.layers, cache.layers):
+            x = layer(x, rope, layer_cache, window)
+        return self.norm(x[:, 1:])
+
+    @torch.no_grad()
+    def score(self, features: Tensor, root: int, target: Target) -> Tensor:
+        """features (P, F) of the committed prefix and the pending root -> log q (L, V); row j is q_{j+1}."""
+        prefix, size, device = features.shape[0], self.block_size, target.device
+        cache = KVCache(self.config, prefix + size, target.dtype, device)
+        self.extend(features[None].to(target.dtype), cache, torch.arange(prefix, device=device))
+        block = torch.full((1, size), self.mask_token_id, device=device)
+        block[0, 0] = root
+        slots = torch.arange(prefix, prefix + size, device=device)
+        hidden = self(block, cache, Window(slots, slots, live=prefix + size), target)
+        return torch.log_softmax(target.logits(hidden)[0], dim=-1)

@@ -1,0 +1,268 @@
+"""The frozen target: a Qwen3 or LLaMA decoder-only transformer that also hands out tap features.
+
+Symbols: B batch, T rows of this pass, S cache slots, H hidden size, V vocabulary, D head dimension,
+Hq and Hkv query and key/value heads.
+
+One pass is described by a `Window`: which cache slots its keys go to and which slots each row sees. A prompt
+chunk, one autoregressive step and a packed tree (paper, Lemma 1) differ only in their window. The model knows
+nothing of trees, drafts or rounds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import Rope, TargetConfig, TransformerConfig
+from model.linear import Linear
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where one pass writes its keys and values, and what each of its rows sees.
+
+    Attributes:
+        slots: (T,) int64, cache slots written, one a row
+        positions: (T,) int64, RoPE positions; siblings in a tree share one
+        mask: (T, live) bool, true where a row may look; None: every row sees all `live` slots
+        live: slots that exist for this pass, a host int that bounds what is read. None: the whole cache is
+            read and `mask` is (T, S), so that nothing depends on a host value
+        body: attention over (q, keys, values); None: scaled dot-product attention
+    """
+
+    slots: Tensor
+    positions: Tensor
+    mask: object = None
+    live: int | None = None
+    body: object = None
+
+
+class KVCache:
+    """Keys and values of every layer in one tensor at one address.
+
+    Attributes:
+        data: (layers, 2, B, Hkv, S, D); zeroed, since a masked NaN would still poison a row
+        layers: per-layer views ((B, Hkv, S, D) keys, (B, Hkv, S, D) values)
+    """
+
+    def __init__(self, config: TransformerConfig, slots: int, dtype: torch.dtype, device, batch: int = 1):
+        shape = (config.layers, 2, batch, config.kv_heads, slots, config.head_dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = [(layer[0], layer[1]) for layer in self.data]
+
+    @property
+    def slots(self) -> int:
+        return self.data.shape[4]
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots source (M,) to slots target (M,), both int64, through a temporary, for all layers at once."""
+        self.data.index_copy_(4, target, self.data.index_select(4, source))
+
+
+def rope_frequencies(rope: Rope, head_dim: int, context: int) -> tuple[Tensor, float]:
+    """Inverse frequencies (D/2,) float32 and the factor on cos and sin, for default, llama3 and yarn scaling."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "default":
+        return plain, 1.0
+    original = rope.original_context or context
+    if rope.kind == "llama3":
+        turns = original * plain / (2 * math.pi)  # full turns that a frequency makes over the original context
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = keep.clamp(0, 1)
+        return plain * (keep + (1 - keep) / rope.factor), 1.0
+    if rope.kind == "yarn":
+
+        def dimension(turns: float) -> float:
+            return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low = max(math.floor(dimension(rope.beta_fast)), 0)
+        high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+        ramp = (torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)
+        keep = 1 - ramp.clamp(0, 1)
+        factor = rope.attention_factor
+        if factor is None:
+            factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+        return plain * (keep + (1 - keep) / rope.factor), factor
+    raise ValueError(f"unknown rope scaling {rope.kind!r}")
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding for a whole pass: computed once, used by every layer."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        with torch.device("cpu"):
+            frequencies, self.scale = rope_frequencies(config.rope, config.head_dim, config.context)
+        self.frequencies = frequencies  # a plain attribute: .to(bfloat16) of the model must not round it
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions (T,) -> cos (T, 1, D) and signed sin (T, 1, D): the first half of sin is negated."""
+        if self.frequencies.device != positions.device:
+            self.frequencies = self.frequencies.to(positions.device)
+        angles = positions[:, None, None].float() * self.frequencies
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotate x (B, T, heads, D); halves swap by a roll, and the sign lives in `signed_sin`."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dimension, the mean square in at least float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (…, size) -> (…, size)."""
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight
+
+
+def dot_product_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+    """q (B, Hq, T, D) over keys and values (B, Hkv, M, D), mask (T, M) bool or None -> (B, Hq, T, D)."""
+    return F.scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != keys.shape[1]
+    )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with a fused QKV projection and, for Qwen3, norms on each query and key head."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv_proj = Linear(config.hidden, rows, bias=config.attention_bias)
+        self.o_proj = Linear(config.heads * config.head_dim, config.hidden, bias=config.attention_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, H) -> q (B, Hq, T, D), k and v (B, Hkv, T, D), normed and rotated."""
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        if self.q_norm is None:
+            q, k = rotate(heads[:, :, : self.heads + self.kv_heads], *rope).split((self.heads, self.kv_heads), dim=2)
+        else:
+            q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor] | None, window) -> Tensor:
+        """x (B, T, H) -> (B, T, H). Without a cache: plain causal attention over the T rows."""
+        q, k, v = self.project(x, rope)
+        if cache is None:
+            out = dot_product_attention(q, k, v, None, causal=True)
+        else:
+            keys, values = cache
+            keys.index_copy_(2, window.slots, k)
+            values.index_copy_(2, window.slots, v)
+            if window.live is not None:
+                keys, values = keys[:, :, : window.live], values[:, :, : window.live]
+            out = (window.body or dot_product_attention)(q, keys, values, window.mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU with gate and up fused in one product."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.gate_up_proj = Linear(config.hidden, 2 * config.intermediate, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, H) -> (B, T, H)."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """One pre-norm decoder layer; target and drafter use the same one."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden, config.eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor] | None, window) -> Tensor:
+        """x (B, T, H) -> (B, T, H)."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, cache, window)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Target(nn.Module):
+    """A frozen causal language model. Parameters carry the checkpoint's names, less the `model.` prefix."""
+
+    def __init__(self, config: TargetConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden)
+        self.embed_tokens.weight.requires_grad_(False)
+        self.rotary = Rotary(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.eps)
+        self.lm_head = Linear(config.hidden, config.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.config.context
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and caches; the embedding table may be held in fewer bits where that loses nothing."""
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens (B, T) int64 -> (B, T, H)."""
+        return self.embed_tokens(tokens).to(self.dtype)
+
+    def forward(
+        self, tokens: Tensor, cache: KVCache | None, window: Window, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass over tokens (B, T).
+
+        Returns the final normed hidden states (B, T, H) and the outputs of layers `taps`, concatenated
+        (B, T, len(taps)·H), or None without taps.
+        """
+        x = self.embed(tokens)
+        rope = self.rotary(window.positions, x.dtype)
+        outputs = {}
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rope, cache.layers[index] if cache else None, window)
+            if index in taps:
+                outputs[index] = x
+        features = torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
+        return self.norm(x), features
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (…, H) -> logits (…, V)."""
+        return self.lm_head(hidden)
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int] | Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """One uncached causal pass over token_ids (T,) -> logits (T, V), tap features (T, len(taps)·H) or None."""
+        tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)[None]
+        positions = torch.arange(tokens.shape[1], device=self.device)
+        hidden, features = self(tokens, None, Window(positions, positions), taps)
+        return self.logits(hidden)[0], None if features is None else features[0]

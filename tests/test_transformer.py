@@ -1,0 +1,90 @@
+"""The hand-written target and head against stored reference values, and their cached passes against uncached ones.
+
+Reference values are from an independent implementation; see tests/goldens.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from graphs.masks import BODIES
+from model import load_draft, load_target
+from model.linear import Linear
+from model.transformer import KVCache
+
+GOLDENS = Path(__file__).parent / "goldens"
+TOLERANCE = 1e-4  # relative to the largest value, float32
+
+
+def close(ours, theirs):
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama"])
+def test_logits_and_every_layer_match_the_reference(name):
+    """Families differ in q/k norms, RoPE scaling and tying; a tap that is off by one layer shows here, not in R."""
+    target, golden = load_target(GOLDENS / name), load_file(GOLDENS / name / "golden.safetensors")
+    layers = target.config.layers
+    logits, features = target.score(golden["input_ids"][0], taps=range(layers))
+    assert close(logits, golden["logits"][0]) < TOLERANCE
+    for layer, output in enumerate(features.unflatten(-1, (layers, -1)).unbind(1)):
+        assert close(output, golden["layer_outputs"][layer, 0]) < TOLERANCE, f"layer {layer}"
+
+
+@pytest.mark.parametrize("round_index", [0, 1])
+def test_draft_head_matches_the_reference(round_index):
+    """The second round has a longer prefix: positions, the order of taps and where masks sit all show."""
+    target, draft = load_target(GOLDENS / "tiny-qwen3"), load_draft(GOLDENS / "tiny-dflash")
+    golden = load_file(GOLDENS / "tiny-dflash" / "golden.safetensors")
+    prefix = int(golden[f"round{round_index}_prefix_length"])
+    root = int(golden[f"round{round_index}_root"])
+    log_q = draft.score(golden["context_features"][0, :prefix], root, target)
+    reference = torch.log_softmax(golden[f"round{round_index}_logits"][0], dim=-1)
+    assert log_q.shape == (draft.block_size - 1, target.vocab_size)
+    assert close(log_q, reference) < TOLERANCE
+
+
+def test_tap_features_are_what_the_head_was_given():
+    """A tap is the output of its layer, concatenated in the head's order."""
+    target, draft = load_target(GOLDENS / "tiny-qwen3"), load_draft(GOLDENS / "tiny-dflash")
+    golden = load_file(GOLDENS / "tiny-dflash" / "golden.safetensors")
+    _, features = target.score(golden["input_ids"][0], taps=draft.taps)
+    assert close(features, golden["context_features"][0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("pieces", [(10, 4), (1, 1), (13, 1), (1, 12, 1), (14,)])
+def test_cached_pieces_equal_one_pass(body, pieces):
+    """A causal mask aligned to the wrong corner is right for the first piece and wrong for every later one."""
+    target = load_target(GOLDENS / "tiny-llama")
+    tokens = torch.randint(0, 128, (sum(pieces),), generator=torch.Generator().manual_seed(0))
+    whole, _ = target.score(tokens)
+    cache, attention, prefix, rows = KVCache(target.config, 24, target.dtype, "cpu"), BODIES[body](), 0, []
+    for piece in pieces:
+        visible = torch.ones(piece, piece, dtype=torch.bool).tril()
+        window = attention.window(torch.tensor([prefix]), prefix, torch.arange(piece), visible, cache.slots)
+        with torch.no_grad():
+            hidden, _ = target(tokens[None, prefix : prefix + piece], cache, window)
+        rows.append(target.logits(hidden[0]))
+        prefix += piece
+    assert torch.allclose(torch.cat(rows), whole, atol=1e-4)
+
+
+def test_half_precision_layout_loses_nothing():
+    """bfloat16 weights, tiny ones included, survive the 16-bit packing exactly; weights that would not stay 32-bit."""
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randn(96, 64, generator=generator).mul(0.02).bfloat16().float()
+    stored[0, :8] = torch.tensor([1e-9, -3e-8, 2e-6, 0.0, 0.9, -0.9, 1e-7, 5e-9]).bfloat16().float()
+    for weight, bits in ((stored, 16), (torch.randn(96, 64, generator=generator), 32)):
+        layer = Linear(64, 96)
+        layer.weight.data.copy_(weight)
+        layer.pack()
+        if layer.weight is not None:
+            pytest.skip("no packed layout on this CPU")
+        assert layer.weight_bytes() * 8 == weight.numel() * bits
+        identity = layer(torch.eye(64))  # one product a weight: any rounding of the weights would show
+        assert torch.equal(identity.T.contiguous(), weight)
+        x = torch.randn(5, 64, generator=generator)
+        assert torch.allclose(layer(x).double(), x.double() @ weight.double().T, atol=1e-5)
