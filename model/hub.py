@@ -1,0 +1,194 @@
+"""From a name to a directory that holds a checkpoint, and from a target to the draft head that was trained for it.
+
+A name is one of three things: a known pair's name ("qwen3-8b" is the target, the head or the tokenizer, whichever is
+asked for), a directory, or a hub id ("Qwen/Qwen3-8B"). A hub id is looked up in the hub cache first and downloaded only
+if something needed is missing there, so a second start never touches the network. HF_HUB_OFFLINE and HF_ENDPOINT mean
+what they mean to huggingface_hub, which is imported only when a hub id is asked for.
+
+Which head fits which target is a table, never a guess from a path. Nothing here reads tensors.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from model import default_model
+from model.errors import UserError
+
+HEADS = Path(__file__).parent / "heads"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a draft head that was trained for it."""
+
+    name: str
+    target: str | None  # hub id; None is the model that default_model builds
+    draft: str | Path  # hub id, or a directory of this repository
+    block: int  # L + 1, positions that the head drafts in one pass, the root's included
+    thinking: bool  # the prompt mode the head was trained for: in the other one acceptance collapses
+    download: int  # bytes that a first start fetches
+
+
+PAIRS = (
+    Pair("smollm2", None, HEADS / "smollm2-135m-dflash", 8, False, default_model.WHEEL_BYTES),
+    # The same network in its published bf16 weights. The head was trained on the Q4_1 ones and fits these too.
+    Pair("smollm2-hub", "HuggingFaceTB/SmolLM2-135M-Instruct", HEADS / "smollm2-135m-dflash", 8, False, 271_000_000),
+    Pair("qwen3-4b", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", 16, False, 9_130_000_000),
+    Pair("qwen3-8b", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 16, False, 18_490_000_000),
+    Pair(
+        "llama3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", 10, False,
+        18_170_000_000,
+    ),
+)
+DEFAULT, DEFAULT_ON_GPU = "smollm2", "qwen3-4b"
+
+TOKENIZER_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja",
+)
+WEIGHT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
+WANTED = {"target": TOKENIZER_FILES + WEIGHT_FILES, "draft": WEIGHT_FILES, "tokenizer": TOKENIZER_FILES}
+
+
+def known_pair(name: str) -> Pair | None:
+    return next((pair for pair in PAIRS if pair.name == name.lower()), None)
+
+
+def pair_for_target(name: str) -> Pair | None:
+    """The pair whose target `name` is, by the pair's name or by the target's hub id."""
+    by_target = (pair for pair in PAIRS if pair.target is not None and pair.target.lower() == name.lower())
+    return known_pair(name) or next(by_target, None)
+
+
+def default_pair(cuda: bool) -> tuple[Pair, str | None]:
+    """The pair to run when none is named, and a hint to print when a better one is a download away.
+
+    On a CUDA machine that is Qwen3-4B, but never as a surprise download: both halves must be in the hub cache already.
+    """
+    small, large = known_pair(DEFAULT), known_pair(DEFAULT_ON_GPU)
+    if not cuda:
+        return small, None
+    cached = (cached_snapshot(large.target, "target"), cached_snapshot(large.draft, "draft"))
+    if all(cached):
+        return large, None
+    return small, (
+        f"this machine has a GPU: `python run.py --model {large.name} --prompt ...` runs {large.target} with its "
+        f"published head (a download of {large.download / 1e9:.1f} GB)"
+    )
+
+
+def resolve(name: str | os.PathLike, kind: str, progress: default_model.Progress | None = None) -> Path:
+    """The directory of the "target", "draft" or "tokenizer" that `name` stands for, downloaded if need be.
+
+    `progress(what, done, total)` follows the default model's build; huggingface_hub draws its own bars on stderr.
+    """
+    name = os.fspath(name)
+    pair = known_pair(name)
+    if pair is not None:
+        checkpoint = pair.draft if kind == "draft" else pair.target
+        if checkpoint is None:
+            return default_model.default_model(progress)
+        name = os.fspath(checkpoint)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise UserError(f"{name} is a file: give the directory that holds it and its config.json")
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+        if "/" in name or os.sep in name or name.startswith(("~", ".")):
+            raise UserError(f"no such directory: {name}")
+        raise UserError(
+            f"unknown model {name!r}: give a known name ({', '.join(pair.name for pair in PAIRS)}), a directory, or "
+            "a hub id such as Qwen/Qwen3-8B"
+        )
+    return cached_snapshot(name, kind) or download(name, kind)
+
+
+def source(name: str | os.PathLike, kind: str) -> str:
+    """Where the weights of `name` come from, for people: a package, a hub id or a directory."""
+    pair = known_pair(os.fspath(name))
+    if pair is None:
+        return os.fspath(name)
+    if kind == "draft":
+        return pair.draft if isinstance(pair.draft, str) else str(pair.draft.relative_to(HEADS.parent.parent))
+    return pair.target or default_model.SOURCE
+
+
+def cached_snapshot(repo: str, kind: str) -> Path | None:
+    """The hub cache's copy of `repo`, if it has all that `kind` needs. Never touches the network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(repo, "config.json")
+    if not isinstance(config, str):  # None, or a marker that the hub has no such file
+        return None
+    directory = Path(config).parent
+    return None if missing_files(directory, kind) else directory
+
+
+def missing_files(directory: Path, kind: str) -> list[str]:
+    """Names of the files without which `directory` is no `kind`: an interrupted download leaves such snapshots."""
+    if kind == "tokenizer":
+        needed = ["config.json", "tokenizer.json"]
+    else:
+        index = directory / "model.safetensors.index.json"
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except FileNotFoundError:
+            shards = ["model.safetensors"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            shards = []  # a broken index is the loader's to report: downloading again would only repeat it
+        needed = ["config.json", *shards]
+    return [name for name in needed if not (directory / name).is_file()]
+
+
+def download(repo: str, kind: str) -> Path:
+    """Fetches what `kind` needs of `repo` into the hub cache; only files still missing there are transferred."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        directory = Path(snapshot_download(repo, allow_patterns=list(WANTED[kind])))
+    except Exception as error:  # its HTTP client, and so the client's own exceptions, differ between hub versions
+        raise UserError(download_failure(repo, error)) from error
+    missing = missing_files(directory, kind)
+    if missing:
+        raise UserError(f"{repo} has no {missing[0]}, so it is no {kind} that minicast can load: see its hub page")
+    return directory
+
+
+def download_failure(repo: str, error: Exception) -> str:
+    """One line on why the download failed and what to do about it."""
+    from huggingface_hub import constants
+
+    status = http_status(error)
+    if status in (401, 403):
+        # The hub answers 401 for a repository that does not exist too, unless one is logged in.
+        return (
+            f"the hub refuses {repo} ({status}): it is gated, private or does not exist; ask for access at "
+            f"{constants.ENDPOINT}/{repo}, then log in with `hf auth login` or set HF_TOKEN"
+        )
+    if status == 404:
+        return f"{repo} is not found on the hub, and no such directory is here either"
+    if status is not None:
+        return f"the hub answered {status} for {repo}: try again later, or give a directory"
+    if constants.HF_HUB_OFFLINE:
+        return (
+            f"{repo} is not complete in the hub cache, and HF_HUB_OFFLINE forbids the download: unset it, or give a "
+            "directory"
+        )
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"cannot store {repo} in {constants.HF_HUB_CACHE}: {error.strerror}; set HF_HOME to another directory"
+    reason = " ".join(str(error.__cause__ or error).split())
+    return f"{repo} is not in the hub cache and cannot be downloaded ({reason}): check the network, or give a directory"
+
+
+def http_status(error: BaseException | None) -> int | None:
+    """The HTTP status behind a failure; huggingface_hub reports some only as the cause of a "not in the cache"."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if response is not None:
+            return response.status_code
+        error = error.__cause__
+    return None

@@ -1,0 +1,220 @@
+"""Text to token ids and back: tokenizer.json through `tokenizers`, the chat template through jinja2.
+
+The chat template is run as transformers runs it (same sandbox, whitespace rules and globals), so that a rendered
+prompt has the ids the model was trained on. Stop ids are the union of every place where checkpoints declare an end.
+The streaming detokenizer gives out text as soon as it is final, and never half a character.
+
+Only checkpoints with a tokenizer.json are read; tool and document arguments of templates are not offered.
+"""
+
+import datetime
+import json
+import os
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from model import hub
+from model.config import read_json
+from model.errors import UserError
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) decode to
+
+Messages = list[dict[str, str]]  # [{"role": "system" | "user" | "assistant", "content": text}, ...]
+
+
+def load_tokenizer(name: str | os.PathLike, progress=None) -> "Tokenizer":
+    """The tokenizer of a known pair, a directory or a hub id; `progress` as in hub.resolve."""
+    return Tokenizer(hub.resolve(name, "tokenizer", progress))
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer, chat template and stop ids.
+
+    Attributes:
+        stop_ids: every id that ends a text, ascending
+        special_tokens: name ("bos_token", ...) -> text, as the chat template sees them
+    """
+
+    def __init__(self, directory: str | os.PathLike):
+        self.directory = Path(directory)
+        path = self.directory / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"{self.directory} has no tokenizer.json, the only form of tokenizer that is read")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise UserError(f"{path} cannot be read: {error}; download it again") from error
+        # A file may carry the truncation and padding it was trained with; a prompt is never altered.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._config = {
+            **read_object(self.directory / "special_tokens_map.json"),
+            **read_object(self.directory / "tokenizer_config.json"),
+        }
+        self.special_tokens = {
+            name: token_text(self._config[name]) for name in SPECIAL_TOKENS if self._config.get(name) is not None
+        }
+        self.stop_ids = self._find_stop_ids()
+
+    def encode(self, text: str) -> list[int]:
+        """The text as it is, without the chat template; a BOS where the tokenizer adds one to plain text."""
+        bos = self.special_tokens.get("bos_token")
+        has_bos = bos is not None and text.startswith(bos)
+        return self._ids(text, add_special_tokens=not has_bos)
+
+    def encode_chat(
+        self, conversation: str | Messages, system: str | None = None, enable_thinking: bool = False
+    ) -> list[int]:
+        """The conversation (a text is one user message) through the chat template, ready for the model's answer.
+
+        `system` is put in front as a system message. `enable_thinking` is for templates that know a thinking mode;
+        others ignore it.
+        """
+        messages = conversation
+        if isinstance(conversation, str):
+            messages = [{"role": "user", "content": conversation}]
+        text = self._render(messages, enable_thinking)
+        if system is not None:
+            without_system = text
+            text = self._render([{"role": "system", "content": system}, *messages], enable_thinking)
+            if system.strip() and text == without_system:
+                raise UserError(f"the chat template of {self.directory} ignores system prompts: leave out --system")
+        # The template writes every special token itself, the BOS included.
+        return self._ids(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of the ids, special tokens left out. Ids without a token (padded rows of the vocabulary) are too."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def token_text(self, id: int) -> str:
+        """One token for display, special tokens included."""
+        return self._tokenizer.decode([id], skip_special_tokens=False) or f"<{id}>"
+
+    def stream(self) -> "TextStream":
+        """A detokenizer for one answer, token by token."""
+        return TextStream(self)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"the prompt is not valid Unicode at character {error.start}: pass it in UTF-8"
+            ) from error
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _find_stop_ids(self) -> tuple[int, ...]:
+        found = set()
+        for name in ("config.json", "generation_config.json"):
+            declared = read_object(self.directory / name).get("eos_token_id")
+            if declared is not None:
+                found.update([declared] if isinstance(declared, int) else declared)
+        if "eos_token" in self.special_tokens:
+            found.add(self._tokenizer.token_to_id(self.special_tokens["eos_token"]))
+        return tuple(sorted(found - {None}))
+
+    def _render(self, messages: Messages, enable_thinking: bool) -> str:
+        import jinja2
+
+        try:
+            return self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True,
+                enable_thinking=enable_thinking, **self.special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            way_out = "leave out --system" if "system" in [message["role"] for message in messages] else "try --raw"
+            raise UserError(
+                f"the chat template of {self.directory} refuses this conversation: {one_line(error)}; {way_out}"
+            ) from error
+
+    @cached_property
+    def _template(self):
+        """The compiled chat template: chat_template.jinja if there is one, else tokenizer_config.json's."""
+        import jinja2
+        import jinja2.ext
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        path = self.directory / "chat_template.jinja"
+        source = path.read_text(encoding="utf-8") if path.is_file() else self._config.get("chat_template")
+        if isinstance(source, list):  # several named templates: [{"name": ..., "template": ...}, ...]
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if source is None:
+            raise UserError(
+                f"{self.directory} has no chat template, so it is a base model: use --raw to continue plain text"
+            )
+
+        def raise_exception(message):
+            raise jinja2.TemplateError(message)
+
+        def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+            # jinja2's own filter escapes for HTML, which would change the prompt.
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+        try:
+            return environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"the chat template of {self.directory} cannot be read: {one_line(error)}") from error
+
+
+class TextStream:
+    """Text of a growing list of ids: the pieces of push and finish concatenate to the decode of all ids at once.
+
+    A character may span several tokens, and some decoders treat a text's first token specially. So not single tokens
+    but a window of recent ids is decoded: those that gave the last piece, as context, and those since. Text is given
+    out up to the replacement characters at its end, which may be the beginning of a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._context = 0  # leading ids of the window whose text is all given out
+        self._shown = 0  # characters of the window's text given out
+
+    def push(self, ids: int | list[int]) -> str:
+        """The text that these ids make final, perhaps none."""
+        self._window += [ids] if isinstance(ids, int) else ids
+        text = self._tokenizer.decode(self._window)
+        final = text.rstrip(REPLACEMENT)
+        piece = final[self._shown :]
+        if piece and len(final) == len(text):
+            # Between two characters: the ids that gave this piece are context enough from here on.
+            self._window = self._window[self._context :]
+            self._context = len(self._window)
+            self._shown = len(self._tokenizer.decode(self._window))
+        else:
+            self._shown = max(self._shown, len(final))
+        return piece
+
+    def finish(self) -> str:
+        """What is left at the end: an unfinished character is now known to be none."""
+        piece = self._tokenizer.decode(self._window)[self._shown :]
+        self._window, self._context, self._shown = [], 0, 0
+        return piece
+
+
+def read_object(path: Path) -> dict:
+    """The file's JSON object; an absent file declares nothing."""
+    value = read_json(path) if path.is_file() else {}
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object: download it again")
+    return value
+
+
+def token_text(token: str | dict) -> str:
+    """A special token is declared as its text, or as an object that also says how it is matched."""
+    return token if isinstance(token, str) else token["content"]
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
