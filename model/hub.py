@@ -1,9 +1,11 @@
-"""From a name to a directory that holds a checkpoint, and from a target to the draft head that was trained for it.
+"""From a name to a directory that holds a checkpoint, and from a target to the draft head that was trained
+for it.
 
-A name is one of three things: a known pair's name ("qwen3-8b" is the target, the head or the tokenizer, whichever is
-asked for), a directory, or a hub id ("Qwen/Qwen3-8B"). A hub id is looked up in the hub cache first and downloaded only
-if something needed is missing there, so a second start never touches the network. HF_HUB_OFFLINE and HF_ENDPOINT mean
-what they mean to huggingface_hub, which is imported only when a hub id is asked for.
+A name is one of three things: a known pair's name ("qwen3-8b" is the target, the head or the tokenizer,
+whichever is asked for), a directory, or a hub id ("Qwen/Qwen3-8B"). A hub id is looked up in the hub cache
+first and downloaded only if something needed is missing there, so a second start never touches the network.
+HF_HUB_OFFLINE and HF_ENDPOINT mean what they mean to huggingface_hub, which is imported only when a hub id is
+asked for.
 
 Which head fits which target is a table, never a guess from a path. Nothing here reads tensors.
 """
@@ -33,20 +35,56 @@ class Pair:
 
 
 PAIRS = (
-    Pair("smollm2", None, HEADS / "smollm2-135m-dflash", 8, False, default_model.WHEEL_BYTES),
-    # The same network in its published bf16 weights. The head was trained on the Q4_1 ones and fits these too.
-    Pair("smollm2-hub", "HuggingFaceTB/SmolLM2-135M-Instruct", HEADS / "smollm2-135m-dflash", 8, False, 271_000_000),
-    Pair("qwen3-4b", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", 16, False, 9_130_000_000),
-    Pair("qwen3-8b", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 16, False, 18_490_000_000),
     Pair(
-        "llama3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", 10, False,
-        18_170_000_000,
+        "smollm2",
+        target=None,
+        draft=HEADS / "smollm2-135m-dflash",
+        block=8,
+        thinking=False,
+        download=default_model.WHEEL_BYTES,
+    ),
+    # The same network in its published weights. The head was trained on the Q4_1 ones and fits these too.
+    Pair(
+        "smollm2-hub",
+        target="HuggingFaceTB/SmolLM2-135M-Instruct",
+        draft=HEADS / "smollm2-135m-dflash",
+        block=8,
+        thinking=False,
+        download=271_000_000,
+    ),
+    Pair(
+        "qwen3-4b",
+        target="Qwen/Qwen3-4B",
+        draft="z-lab/Qwen3-4B-DFlash-b16",
+        block=16,
+        thinking=False,
+        download=9_130_000_000,
+    ),
+    Pair(
+        "qwen3-8b",
+        target="Qwen/Qwen3-8B",
+        draft="z-lab/Qwen3-8B-DFlash-b16",
+        block=16,
+        thinking=False,
+        download=18_490_000_000,
+    ),
+    Pair(
+        "llama3.1-8b",
+        target="meta-llama/Llama-3.1-8B-Instruct",
+        draft="z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+        block=10,
+        thinking=False,
+        download=18_170_000_000,
     ),
 )
 DEFAULT, DEFAULT_ON_GPU = "smollm2", "qwen3-4b"
 
 TOKENIZER_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
 )
 WEIGHT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
@@ -66,24 +104,34 @@ def pair_for_target(name: str) -> Pair | None:
 def default_pair(cuda: bool) -> tuple[Pair, str | None]:
     """The pair to run when none is named, and a hint to print when a better one is a download away.
 
-    On a CUDA machine that is Qwen3-4B, but never as a surprise download: both halves must be in the hub cache already.
+    On a CUDA machine that is Qwen3-4B, but never as a surprise download: both halves must be in the hub cache
+    already.
     """
     small, large = known_pair(DEFAULT), known_pair(DEFAULT_ON_GPU)
     if not cuda:
         return small, None
-    cached = (cached_snapshot(large.target, "target"), cached_snapshot(large.draft, "draft"))
-    if all(cached):
+    if is_local(large):
         return large, None
     return small, (
-        f"this machine has a GPU: `python run.py --model {large.name} --prompt ...` runs {large.target} with its "
-        f"published head (a download of {large.download / 1e9:.1f} GB)"
+        f"this machine has a GPU: `python run.py --model {large.name} --prompt ...` runs {large.target} with "
+        f"its published head (a download of {large.download / 1e9:.1f} GB)"
     )
+
+
+def is_local(pair: Pair) -> bool:
+    """Whether both halves are on this machine, so that a start downloads nothing."""
+    if pair.target is None:
+        target = default_model.is_complete(default_model.cache_directory() / default_model.DIRECTORY)
+    else:
+        target = cached_snapshot(pair.target, "target") is not None
+    return target and (isinstance(pair.draft, Path) or cached_snapshot(pair.draft, "draft") is not None)
 
 
 def resolve(name: str | os.PathLike, kind: str, progress: default_model.Progress | None = None) -> Path:
     """The directory of the "target", "draft" or "tokenizer" that `name` stands for, downloaded if need be.
 
-    `progress(what, done, total)` follows the default model's build; huggingface_hub draws its own bars on stderr.
+    `progress(done, total)`, in bytes, follows the default model's build; huggingface_hub draws its own bars
+    on stderr.
     """
     name = os.fspath(name)
     pair = known_pair(name)
@@ -93,7 +141,7 @@ def resolve(name: str | os.PathLike, kind: str, progress: default_model.Progress
             return default_model.default_model(progress)
         name = os.fspath(checkpoint)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     if path.is_file():
         raise UserError(f"{name} is a file: give the directory that holds it and its config.json")
@@ -101,8 +149,8 @@ def resolve(name: str | os.PathLike, kind: str, progress: default_model.Progress
         if "/" in name or os.sep in name or name.startswith(("~", ".")):
             raise UserError(f"no such directory: {name}")
         raise UserError(
-            f"unknown model {name!r}: give a known name ({', '.join(pair.name for pair in PAIRS)}), a directory, or "
-            "a hub id such as Qwen/Qwen3-8B"
+            f"unknown model {name!r}: give a known name ({', '.join(pair.name for pair in PAIRS)}), "
+            "a directory, or a hub id such as Qwen/Qwen3-8B"
         )
     return cached_snapshot(name, kind) or download(name, kind)
 
@@ -129,7 +177,8 @@ def cached_snapshot(repo: str, kind: str) -> Path | None:
 
 
 def missing_files(directory: Path, kind: str) -> list[str]:
-    """Names of the files without which `directory` is no `kind`: an interrupted download leaves such snapshots."""
+    """Names of the files without which `directory` is no `kind`: an interrupted download leaves such
+    snapshots."""
     if kind == "tokenizer":
         needed = ["config.json", "tokenizer.json"]
     else:
@@ -145,16 +194,17 @@ def missing_files(directory: Path, kind: str) -> list[str]:
 
 
 def download(repo: str, kind: str) -> Path:
-    """Fetches what `kind` needs of `repo` into the hub cache; only files still missing there are transferred."""
+    """Fetches what `kind` needs of `repo` into the hub cache; only files still missing there are
+    transferred."""
     from huggingface_hub import snapshot_download
 
     try:
         directory = Path(snapshot_download(repo, allow_patterns=list(WANTED[kind])))
-    except Exception as error:  # its HTTP client, and so the client's own exceptions, differ between hub versions
+    except Exception as error:  # the exceptions of its HTTP client differ between versions
         raise UserError(download_failure(repo, error)) from error
     missing = missing_files(directory, kind)
     if missing:
-        raise UserError(f"{repo} has no {missing[0]}, so it is no {kind} that minicast can load: see its hub page")
+        raise UserError(f"{repo} has no {missing[0]}, so minicast cannot load it as a {kind}: see its page")
     return directory
 
 
@@ -175,17 +225,21 @@ def download_failure(repo: str, error: Exception) -> str:
         return f"the hub answered {status} for {repo}: try again later, or give a directory"
     if constants.HF_HUB_OFFLINE:
         return (
-            f"{repo} is not complete in the hub cache, and HF_HUB_OFFLINE forbids the download: unset it, or give a "
-            "directory"
+            f"{repo} is not complete in the hub cache, and HF_HUB_OFFLINE forbids the download: unset it, or "
+            "give a directory"
         )
     if isinstance(error, OSError) and error.errno is not None:
-        return f"cannot store {repo} in {constants.HF_HUB_CACHE}: {error.strerror}; set HF_HOME to another directory"
+        return f"cannot store {repo} in {constants.HF_HUB_CACHE}: {error.strerror}; set HF_HOME elsewhere"
     reason = " ".join(str(error.__cause__ or error).split())
-    return f"{repo} is not in the hub cache and cannot be downloaded ({reason}): check the network, or give a directory"
+    return (
+        f"{repo} is not in the hub cache and cannot be downloaded ({reason}): check the network, "
+        "or give a directory"
+    )
 
 
 def http_status(error: BaseException | None) -> int | None:
-    """The HTTP status behind a failure; huggingface_hub reports some only as the cause of a "not in the cache"."""
+    """The HTTP status behind a failure; huggingface_hub reports some only as the cause of a "not in the
+    cache"."""
     while error is not None:
         response = getattr(error, "response", None)
         if response is not None:

@@ -1,8 +1,8 @@
 """Text to token ids and back: tokenizer.json through `tokenizers`, the chat template through jinja2.
 
-The chat template is run as transformers runs it (same sandbox, whitespace rules and globals), so that a rendered
-prompt has the ids the model was trained on. Stop ids are the union of every place where checkpoints declare an end.
-The streaming detokenizer gives out text as soon as it is final, and never half a character.
+The chat template is run as transformers runs it (same sandbox, whitespace rules and globals), so that a
+rendered prompt has the ids the model was trained on. Stop ids are the union of every place where checkpoints
+declare an end. The streaming detokenizer gives out text as soon as it is final, and never half a character.
 
 Only checkpoints with a tokenizer.json are read; tool and document arguments of templates are not offered.
 """
@@ -42,7 +42,7 @@ class Tokenizer:
         self.directory = Path(directory)
         path = self.directory / "tokenizer.json"
         if not path.is_file():
-            raise UserError(f"{self.directory} has no tokenizer.json, the only form of tokenizer that is read")
+            raise UserError(f"{self.directory} has no tokenizer.json, the only form that is read")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
@@ -54,9 +54,8 @@ class Tokenizer:
             **read_object(self.directory / "special_tokens_map.json"),
             **read_object(self.directory / "tokenizer_config.json"),
         }
-        self.special_tokens = {
-            name: token_text(self._config[name]) for name in SPECIAL_TOKENS if self._config.get(name) is not None
-        }
+        declared = {name: self._config.get(name) for name in SPECIAL_TOKENS}
+        self.special_tokens = {name: token_text(token) for name, token in declared.items() if token}
         self.stop_ids = self._find_stop_ids()
 
     def encode(self, text: str) -> list[int]:
@@ -68,10 +67,11 @@ class Tokenizer:
     def encode_chat(
         self, conversation: str | Messages, system: str | None = None, enable_thinking: bool = False
     ) -> list[int]:
-        """The conversation (a text is one user message) through the chat template, ready for the model's answer.
+        """The conversation (a text is one user message) through the chat template, ready for the model's
+        answer.
 
-        `system` is put in front as a system message. `enable_thinking` is for templates that know a thinking mode;
-        others ignore it.
+        `system` is put in front as a system message. `enable_thinking` is for templates that know a thinking
+        mode; others ignore it.
         """
         messages = conversation
         if isinstance(conversation, str):
@@ -81,12 +81,15 @@ class Tokenizer:
             without_system = text
             text = self._render([{"role": "system", "content": system}, *messages], enable_thinking)
             if system.strip() and text == without_system:
-                raise UserError(f"the chat template of {self.directory} ignores system prompts: leave out --system")
+                raise UserError(
+                    f"the chat template of {self.directory} ignores system prompts: leave out --system"
+                )
         # The template writes every special token itself, the BOS included.
         return self._ids(text, add_special_tokens=False)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of the ids, special tokens left out. Ids without a token (padded rows of the vocabulary) are too."""
+        """The text of the ids, special tokens left out. Ids without a token (padded rows of the vocabulary)
+        are too."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def token_text(self, id: int) -> str:
@@ -125,9 +128,10 @@ class Tokenizer:
                 enable_thinking=enable_thinking, **self.special_tokens,
             )
         except jinja2.TemplateError as error:
-            way_out = "leave out --system" if "system" in [message["role"] for message in messages] else "try --raw"
+            has_system = any(message["role"] == "system" for message in messages)
             raise UserError(
-                f"the chat template of {self.directory} refuses this conversation: {one_line(error)}; {way_out}"
+                f"the chat template of {self.directory} refuses this conversation: {one_line(error)}; "
+                + ("leave out --system" if has_system else "use --raw to do without it")
             ) from error
 
     @cached_property
@@ -143,7 +147,7 @@ class Tokenizer:
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         if source is None:
             raise UserError(
-                f"{self.directory} has no chat template, so it is a base model: use --raw to continue plain text"
+                f"{self.directory} has no chat template: use --raw, which continues plain text without one"
             )
 
         def raise_exception(message):
@@ -164,15 +168,19 @@ class Tokenizer:
         try:
             return environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise UserError(f"the chat template of {self.directory} cannot be read: {one_line(error)}") from error
+            raise UserError(
+                f"the chat template of {self.directory} cannot be read: {one_line(error)}; "
+                "use --raw to do without it"
+            ) from error
 
 
 class TextStream:
-    """Text of a growing list of ids: the pieces of push and finish concatenate to the decode of all ids at once.
+    """Text of a growing list of ids: the pieces of push and finish concatenate to the decode of all ids at
+    once.
 
-    A character may span several tokens, and some decoders treat a text's first token specially. So not single tokens
-    but a window of recent ids is decoded: those that gave the last piece, as context, and those since. Text is given
-    out up to the replacement characters at its end, which may be the beginning of a character.
+    A character may span several tokens, and some decoders treat a text's first token specially. So not single
+    tokens but a window of recent ids is decoded: those that gave the last piece, as context, and those since.
+    Text is given out up to the replacement characters at its end, which may be the beginning of a character.
     """
 
     def __init__(self, tokenizer: Tokenizer):
