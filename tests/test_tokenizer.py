@@ -20,7 +20,8 @@ CHAT = (
     "{% if add_generation_prompt %}[assistant]{% if enable_thinking %} think{% endif %}{% endif %}"
 )
 TEXTS = [
-    "plain", "👋🏽 wave", "日本語のテキスト", "naïve – “quotes”", "a\N{REPLACEMENT CHARACTER}b", "👩‍👩‍👧‍👦", " lead and trail ",
+    "plain", "👋🏽 wave", "日本語のテキスト", "naïve – “quotes”", "a\N{REPLACEMENT CHARACTER}b", "👩‍👩‍👧‍👦",
+    " lead and trail ",
 ]
 
 
