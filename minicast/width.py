@@ -1,0 +1,244 @@
+"""How wide the tree should be: the stopping rule of Theorem 2 on a measured cost (paper, §3.3).
+
+Widening the tree costs no drafting, only verification. With rho_N the mass of the N-th best candidate, a tree
+of width N commits 1 + g(N) tokens a round, g(N) = rho_1 + ... + rho_N, and a round takes
+
+    l(N) = draft + h(N) + target(1 + N) milliseconds,
+
+h being what packing and gathering cost. The next node takes c1 = l(N+1) - l(N), and in that time the decoder
+would have produced c1 tokens times its throughput f(N) = (1 + g(N)) / l(N). So it is worth adding, if and
+only if
+
+    rho_(N+1) >= f(N) · c1.
+
+Where cost is affine, the first N that fails this is the best one (Theorem 2). Where it bends or steps, at a
+kernel's tile or a captured bucket, throughput may rise again, and the best of all such N is taken.
+Autoregressive decoding is not in that family, for it does not pay the drafter: it is N = 0, compared last.
+
+This file is arithmetic: it measures nothing and knows no model.
+"""
+
+import warnings
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import fmean, linear_regression
+
+MAX_WIDTH = 127  # packed rows n = N + 1 stay within 128, the paper's grid and the widest bucket
+FIT_FROM = 16    # the paper fits its line from 16 packed rows on: fewer take other kernels
+
+
+def clamp_width(width: int) -> int:
+    """A width the decoder can run: 0 is AR, and above MAX_WIDTH it is MAX_WIDTH, with a warning."""
+    if width < 0:
+        raise ValueError(f"a width is 0 (AR) to {MAX_WIDTH}, not {width}")
+    if width > MAX_WIDTH:
+        warnings.warn(f"width {width} is above the widest tree: using {MAX_WIDTH}", stacklevel=2)
+    return min(width, MAX_WIDTH)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What one target pass over n packed rows takes: the measured table, and the line fitted to it."""
+
+    packed: tuple[int, ...]          # row counts measured, ascending
+    milliseconds: tuple[float, ...]  # the pass at each of them
+    slope: float                     # ms a row of the least-squares line from FIT_FROM rows on: c1
+    intercept: float
+    buckets: tuple[int, ...] = ()    # row counts captured in graphs, ascending; none: any n runs unpadded
+
+    @classmethod
+    def fit(
+        cls, packed: Sequence[int], milliseconds: Sequence[float], buckets: Sequence[int] = ()
+    ) -> "CostModel":
+        """From measured (n, ms), averaged where one n has several.
+
+        The line is fitted to all of them where fewer than two have n >= FIT_FROM.
+        """
+        if len(packed) != len(milliseconds) or not packed:
+            raise ValueError(f"{len(packed)} row counts with {len(milliseconds)} times: give a time for each")
+        if min(packed) < 1 or not min(milliseconds) > 0:
+            raise ValueError("row counts are at least 1 and times above 0 ms")
+        counts = sorted(set(packed))
+        means = [fmean(ms for n, ms in zip(packed, milliseconds) if n == count) for count in counts]
+        fitted = [(n, ms) for n, ms in zip(counts, means) if n >= FIT_FROM]
+        if len(fitted) < 2:
+            fitted = list(zip(counts, means))
+        line = linear_regression(*zip(*fitted)) if len(fitted) > 1 else (0.0, means[0])
+        return cls(tuple(counts), tuple(means), line[0], line[1], tuple(sorted(buckets)))
+
+    def at(self, n: int) -> float:
+        """Milliseconds of a pass over n rows, or over the bucket that n is padded to.
+
+        As measured where it was measured, and on straight lines between. Beyond the ends it goes on from the
+        last point with the fitted slope, never downwards above nor, below, under a row's share of the
+        smallest pass.
+        """
+        if self.buckets and n <= self.buckets[-1]:
+            n = self.buckets[bisect_left(self.buckets, n)]
+        growth = max(self.slope, 0.0)
+        right = bisect_left(self.packed, n)
+        if right == len(self.packed):
+            return self.milliseconds[-1] + growth * (n - self.packed[-1])
+        upper, upper_ms = self.packed[right], self.milliseconds[right]
+        if n == upper:
+            return upper_ms
+        if right == 0:
+            return max(upper_ms - growth * (upper - n), upper_ms * n / upper)
+        lower, lower_ms = self.packed[right - 1], self.milliseconds[right - 1]
+        return lower_ms + (upper_ms - lower_ms) * (n - lower) / (upper - lower)
+
+
+Overhead = float | Callable[[int], float]  # h in ms: a constant, or a function of N
+
+
+def round_times(cost: CostModel, widest: int, draft_ms: float, overhead_ms: Overhead = 0.0) -> list[float]:
+    """l(N) in ms for N = 0 to `widest`. Entry 0 is AR: a pass over one row, without drafter or overhead."""
+    h = overhead_ms if callable(overhead_ms) else lambda N: overhead_ms
+    return [cost.at(1)] + [draft_ms + h(N) + cost.at(1 + N) for N in range(1, widest + 1)]
+
+
+def best_drafted(masses: Sequence[float], times: Sequence[float]) -> int:
+    """The width N >= 1 of highest throughput; 0 if there are no masses. times: round_times up to len(masses).
+
+    A node that does not reduce throughput is added (Theorem 2), so of equal widths this is the larger.
+    """
+    committed = list(accumulate(masses, initial=1.0))  # 1 + g(N)
+    throughput = [R / ms for R, ms in zip(committed, times)]
+    widest = len(masses)
+    stops = [N for N in range(1, widest + 1)  # masses[N] is rho_(N+1)
+             if N == widest or masses[N] < throughput[N] * (times[N + 1] - times[N])]
+    return max(stops, key=lambda N: (throughput[N], N), default=0)
+
+
+def best_width(masses: Sequence[float], times: Sequence[float]) -> int:
+    """The best drafted width if it beats AR, else 0. For a width a round: its times are known before."""
+    N = best_drafted(masses, times)
+    return N if (1.0 + sum(masses[:N])) / times[N] > 1.0 / times[0] else 0
+
+
+def stopping_width(
+    masses: Sequence[float], cost: CostModel, draft_ms: float, overhead_ms: Overhead = 0.0
+) -> int:
+    """N* in 0..len(masses); masses are probabilities, best first. 0 is AR, which also wins a tie."""
+    masses = [float(mass) for mass in masses]
+    return best_width(masses, round_times(cost, len(masses), draft_ms, overhead_ms))
+
+
+# The rule explained
+
+@dataclass(frozen=True)
+class Decision:
+    """A width and the figures behind it, for `--explain`. Masses and lengths are expected values."""
+
+    width: int                           # N*; 0 is AR
+    drafted_width: int                   # best N >= 1; N* unless AR won; 0 if nothing can be drafted
+    slope: float                         # c1, ms a node: the fitted line's and the overhead's
+    threshold: float                     # throughput at drafted_width times c1: what a node's mass must reach
+    next_step_ms: float                  # l(N+1) - l(N) at drafted_width: not c1 where the table bends
+    masses: dict[int, float]             # rho by N, around the stop
+    committed: float                     # R = 1 + g(drafted_width)
+    break_even: float                    # the R at which drafted_width is as fast as AR
+    tokens_per_second: dict[str, float]  # predicted: "ar", "dflash" if the chain's masses were given, "cast"
+
+    def lines(self) -> list[str]:
+        """What `--explain` prints."""
+        N, speed = self.drafted_width, self.tokens_per_second
+        predicted = "predicted " + ", ".join(f"{method} {rate:.1f} tok/s" for method, rate in speed.items())
+        if N == 0:
+            return [predicted, "width 0, which is AR: there is no candidate to verify"]
+        lines = [
+            f"slope {self.slope:.4f} ms a node: on the fitted line one pays above mass {self.threshold:.4f}",
+            "masses " + ", ".join(f"{mass:.4f} (node {node})" for node, mass in self.masses.items()),
+        ]
+        if N + 1 in self.masses:
+            needed = speed["cast"] / 1000.0 * self.next_step_ms
+            step = f"node {N + 1} would add {self.next_step_ms:.4f} ms"
+            lines.append(f"stop at {N}: {step}, so it would pay from mass {needed:.4f} on")
+        else:
+            lines.append(f"stop at {N}: no candidate is left")
+        lines.append(predicted)
+        expected = f"R {self.committed:.2f} expected, {self.break_even:.2f} needed to be as fast as AR"
+        if self.width:
+            lines.append(f"width {N}: {expected}")
+        else:
+            lines.append(f"width 0, which is AR: {expected}; to see a tree anyway: --method cast --width {N}")
+        return lines
+
+
+def decide(
+    masses: Sequence[float],
+    cost: CostModel,
+    draft_ms: float,
+    overhead_ms: Overhead = 0.0,
+    chain_masses: Sequence[float] = (),
+) -> Decision:
+    """stopping_width with its reasons. chain_masses: those of the top-1 prefix at each depth, 1 to L."""
+    masses, chain_masses = [float(mass) for mass in masses], [float(mass) for mass in chain_masses]
+    times = round_times(cost, max(len(masses), len(chain_masses)) + 1, draft_ms, overhead_ms)
+    N = best_drafted(masses, times)
+    committed = 1.0 + sum(masses[:N])
+    speed = {"ar": 1000.0 / times[0]}
+    if chain_masses:
+        speed["dflash"] = 1000.0 * (1.0 + sum(chain_masses)) / times[len(chain_masses)]
+    if N:
+        speed["cast"] = 1000.0 * committed / times[N]
+    h_slope = 0.0
+    if callable(overhead_ms) and len(masses) > 1:
+        h_slope = (overhead_ms(len(masses)) - overhead_ms(1)) / (len(masses) - 1)
+    slope = cost.slope + h_slope
+    return Decision(
+        width=best_width(masses, times),
+        drafted_width=N,
+        slope=slope,
+        threshold=committed / times[N] * slope,
+        next_step_ms=times[N + 1] - times[N],
+        masses={n: masses[n - 1] for n in range(max(N - 2, 1), min(N + 3, len(masses)) + 1)},
+        committed=committed,
+        break_even=times[N] / times[0],
+        tokens_per_second=speed,
+    )
+
+
+# When the prediction was too hopeful
+
+@dataclass
+class BackOff:
+    """Leaves drafting for a while when it does not pay, so that a poor head or a hard text costs little.
+
+    The rule trusts the drafter's scores; this looks at what was committed. While the last `window` drafted
+    rounds committed less on average than AR would have in their time, it asks for k tokens of AR, then tries
+    again. k doubles with each failure in a row and starts afresh after a window that paid.
+    """
+
+    window: int = 16
+    first_pause: int = 32  # k, in tokens
+    ar_tokens_left: int = field(default=0, init=False)
+    _pause: int = field(init=False)
+    _gains: deque[float] = field(init=False)  # of the last drafted rounds: R less the R that AR's speed needs
+
+    def __post_init__(self):
+        self._pause = self.first_pause
+        self._gains = deque(maxlen=self.window)
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the next round should draft."""
+        return self.ar_tokens_left == 0
+
+    def drafted(self, committed: int, break_even: float) -> None:
+        """A drafted round committed R tokens and took the time of `break_even` tokens of AR: l(N) / l(0)."""
+        self._gains.append(committed - break_even)
+        if len(self._gains) < self.window:
+            return
+        if sum(self._gains) >= 0:
+            self._pause = self.first_pause
+        else:
+            self.ar_tokens_left, self._pause = self._pause, 2 * self._pause
+            self._gains.clear()
+
+    def decoded(self, tokens: int = 1) -> None:
+        """AR emitted `tokens` tokens."""
+        self.ar_tokens_left = max(self.ar_tokens_left - tokens, 0)

@@ -1,0 +1,302 @@
+"""The stopping rule against exhaustive search and against the paper's decisions; the cost model; back-off."""
+
+import random
+import warnings
+from itertools import accumulate
+from math import exp, log
+
+import pytest
+
+from minicast.width import MAX_WIDTH, BackOff, CostModel, clamp_width, decide, round_times, stopping_width
+
+BUCKETS = (1, 16, 24, 32, 48, 64, 96, 128)
+
+
+# The reference
+
+def throughput(N: int, masses: list[float], cost: CostModel, draft_ms: float, h=lambda N: 0.0) -> float:
+    """Tokens a millisecond at width N, written out; N = 0 is AR."""
+    if N == 0:
+        return 1 / cost.at(1)
+    return (1 + sum(masses[:N])) / (draft_ms + h(N) + cost.at(N + 1))
+
+
+def first_failure(masses: list[float], cost: CostModel, draft_ms: float) -> int:
+    """Theorem 2 word for word: from N = 1, add nodes while rho_(N+1) >= f(N) c1, with c1 the fitted slope."""
+    N = 1
+    while N < len(masses) and masses[N] >= throughput(N, masses, cost, draft_ms) * cost.slope:
+        N += 1
+    return N
+
+
+def random_masses(rng: random.Random) -> list[float]:
+    """1 to 127 masses that fall from at most 1: slowly, fast, in steps or to zero."""
+    count, top, power = rng.randint(1, MAX_WIDTH), rng.random(), rng.choice([0.2, 0.5, 1, 2])
+    masses = [top * exp(-rng.random() * n ** power) for n in range(count)]
+    if rng.random() < 0.1:
+        masses = [round(mass, 1) for mass in masses]
+    return sorted(masses, reverse=True)
+
+
+def random_cost(rng: random.Random, shape: str) -> CostModel:
+    first, slope = rng.uniform(1, 30), rng.choice([0, rng.uniform(0, 0.1), rng.uniform(0, 3)])
+    packed = sorted({1, 128, *rng.sample(range(2, 128), rng.randint(1, 8))})
+    if shape == "affine":
+        return CostModel.fit(packed, [first + slope * n for n in packed])
+    steps = [rng.choice([0.0, slope, 5 * slope, -0.01]) for _ in packed]  # a dip is noise
+    times = [first + cumulated for cumulated in accumulate(steps)]
+    return CostModel.fit(packed, times, buckets=BUCKETS if shape == "stepped" else ())
+
+
+@pytest.mark.parametrize("shape", ["affine", "bent", "stepped"])
+def test_rule_against_exhaustive_search(shape):
+    """On 10,000 random concave curves in all, no width and not AR either beats the rule's width.
+
+    Guards a stop at the first bend, AR charged for drafting, an h(N) whose slope is forgotten. Throughputs
+    are compared to 1e-9, so that rounding among equal widths is no failure.
+    """
+    rng = random.Random(shape)
+    chosen = set()
+    for _ in range(4_000 if shape == "affine" else 3_000):
+        masses, cost, draft_ms = random_masses(rng), random_cost(rng, shape), rng.uniform(0, 8)
+        h = rng.choice([0.0, 0.3, lambda N: 0.2 + 0.01 * N])
+        N = stopping_width(masses, cost, draft_ms, h)
+        overhead = h if callable(h) else lambda N: h
+        times = [cost.at(1)] + [draft_ms + overhead(n) + cost.at(n + 1) for n in range(1, len(masses) + 1)]
+        best = max(R / ms for R, ms in zip(accumulate(masses, initial=1.0), times))
+        assert throughput(N, masses, cost, draft_ms, overhead) >= best * (1 - 1e-9)
+        chosen.add(N)
+    assert 0 in chosen and len(chosen) > 50  # the curves do ask for all kinds of widths
+
+
+def test_rule_is_theorem_2_where_cost_is_affine():
+    """The best stop is the first one: adding nodes until the marginal condition fails gives the same width.
+
+    Widths whose throughputs differ by rounding alone count as the same.
+    """
+    rng = random.Random(2)
+    for _ in range(1_000):
+        masses, cost, draft_ms = random_masses(rng), random_cost(rng, "affine"), rng.uniform(0, 8)
+        decision = decide(masses, cost, draft_ms)
+        N = first_failure(masses, cost, draft_ms)
+        if decision.drafted_width != N:
+            rates = [throughput(n, masses, cost, draft_ms) for n in (N, decision.drafted_width)]
+            assert rates[0] == pytest.approx(rates[1], rel=1e-12)
+        assert decision.width == stopping_width(masses, cost, draft_ms)
+
+
+def test_ties_add_the_node_and_leave_ar_alone():
+    """A node that leaves throughput as it is gets added (Theorem 2); a tree only as fast as AR is not."""
+    flat = CostModel.fit([1, 128], [10.0, 10.0])
+    assert stopping_width([0.5, 0.25, 0.0, 0.0], flat, draft_ms=2.0) == 4
+    assert stopping_width([0.5, 0.0], flat, draft_ms=5.0) == 0  # 1.5 tokens in 15 ms
+    assert stopping_width([0.5], flat, draft_ms=4.999) == 1
+    assert stopping_width([], flat, draft_ms=1.0) == 0
+
+
+# The paper's decisions
+
+PACKED = [1, 16, 24, 32, 48, 64, 96, 128]
+TABLE_5 = {
+    "Blackwell 8B": [17.2, 21.9, 23.3, 23.6, 24.1, 24.6, 24.4, 30.3],
+    "H100 SXM 8B": [24.7, 30.6, 30.2, 30.6, 31.2, 31.5, 32.2, 32.6],
+    "H100 SXM 4B": [23.9, 25.3, 25.1, 25.3, 25.7, 25.9, 26.6, 27.1],
+}
+DRAFT_MS = 3.2
+
+
+def paper_masses() -> list[float]:
+    """A curve through what the paper tells of GSM8K: 0.86 first, 0.016 48th, 0.011 64th, g(47) = 6.7.
+
+    A stretched exponential to the 48th, its exponent found by bisection on g(47); from there the power law
+    through the 48th and the 64th, which goes on to the 127th.
+    """
+    low, high = 0.05, 3.0
+    for _ in range(60):
+        bend = (low + high) / 2
+        masses = [0.86 * (0.016 / 0.86) ** ((n / 47) ** bend) for n in range(48)]
+        low, high = (low, bend) if sum(masses[:47]) > 6.7 else (bend, high)
+    power = log(0.016 / 0.011) / log(64 / 48)
+    return masses + [0.016 * (48 / n) ** power for n in range(49, MAX_WIDTH + 1)]
+
+
+def line_of(cost: CostModel) -> CostModel:
+    return CostModel.fit(PACKED, [cost.intercept + cost.slope * n for n in PACKED])
+
+
+def test_paper_curve():
+    masses = paper_masses()
+    assert [round(masses[n - 1], 3) for n in (1, 48, 64)] == [0.86, 0.016, 0.011]
+    assert sum(masses[:47]) == pytest.approx(6.7)
+    assert masses == sorted(masses, reverse=True) and len(masses) == MAX_WIDTH
+
+
+def test_paper_blackwell_line():
+    """The fitted line puts the stop in the paper's flat region, 47 to 63, at a threshold of about 0.015."""
+    line = line_of(CostModel.fit(PACKED, TABLE_5["Blackwell 8B"]))
+    assert line.slope == pytest.approx(0.056, abs=0.002)  # from the table's rounded figures
+    decision = decide(paper_masses(), line, DRAFT_MS)
+    assert 47 <= decision.width <= 63
+    assert decision.threshold == pytest.approx(0.015, abs=0.0015)
+
+
+def test_paper_blackwell_table():
+    """The table's flat stretch to 96 rows is taken and its jump at 128 is not: 95, the swept best."""
+    assert stopping_width(paper_masses(), CostModel.fit(PACKED, TABLE_5["Blackwell 8B"]), DRAFT_MS) == 95
+
+
+@pytest.mark.parametrize("row", ["H100 SXM 8B", "H100 SXM 4B"])
+def test_paper_h100(row):
+    """Flat cost: the widest tree."""
+    assert stopping_width(paper_masses(), CostModel.fit(PACKED, TABLE_5[row]), DRAFT_MS) == 127
+
+
+# The cost model
+
+def test_fit_uses_the_papers_range():
+    """The line is fitted from 16 rows on, since smaller packs take other kernels; to all where too few."""
+    cost = CostModel.fit([1, 4, 16, 32, 64], [5.0, 30.0, 10.0, 12.0, 16.0])
+    assert (cost.slope, cost.intercept) == (pytest.approx(0.125), pytest.approx(8.0))
+    few = CostModel.fit([1, 4, 8, 16], [10.0, 13.0, 17.0, 25.0])
+    assert (few.slope, few.intercept) == (pytest.approx(1.0), pytest.approx(9.0))
+    single = CostModel.fit([8], [3.0])
+    assert (single.slope, single.intercept, single.at(1), single.at(100)) == (0, 3, 3, 3)
+
+
+def test_at():
+    """The table as measured, straight lines between, the fitted slope beyond; any order, repeats averaged."""
+    cost = CostModel.fit([64, 16, 16, 32], [30.0, 9.0, 11.0, 14.0])
+    assert [cost.at(n) for n in (16, 32, 64)] == [10, 14, 30]
+    assert cost.at(24) == pytest.approx(12) and cost.at(48) == pytest.approx(22)
+    assert cost.at(66) == pytest.approx(30 + 2 * cost.slope)
+    assert cost.at(15) == pytest.approx(10 - cost.slope)
+    assert CostModel.fit([16, 64], [5.0, 4.0]).at(128) == 4.0  # measured noise does not make wide trees free
+    steep = CostModel.fit([16, 32], [2.0, 18.0])  # its line crosses zero at 14 rows
+    assert all(0 < steep.at(n) <= steep.at(n + 1) for n in range(1, 200))
+
+
+def test_buckets():
+    """A count costs what its bucket costs, so the width fills a bucket: N is a bucket less the root."""
+    cost = CostModel.fit([1, 16, 32, 64, 128], [10.0, 11.0, 12.0, 13.0, 30.0], buckets=(64, 32, 16, 1, 128))
+    assert [cost.at(n) for n in (1, 2, 16, 17, 33, 64, 65, 128)] == [10, 11, 11, 12, 13, 13, 30, 30]
+    assert cost.at(129) > 30
+    assert stopping_width(paper_masses(), cost, DRAFT_MS) == 63
+    assert stopping_width(paper_masses()[:55], cost, DRAFT_MS) == 55  # no more to draft: part of a bucket
+
+
+def test_fit_refuses_what_is_no_measurement():
+    bad = [([], []), ([1, 2], [1.0]), ([0], [1.0]), ([1], [0.0]), ([1], [float("nan")])]
+    for packed, milliseconds in bad:
+        with pytest.raises(ValueError):
+            CostModel.fit(packed, milliseconds)
+
+
+def test_overhead_slope_narrows_the_tree():
+    """h(N) may be a constant or a function; its slope is part of c1."""
+    cost = CostModel.fit([1, 128], [20.0, 22.0])
+    masses = paper_masses()
+    assert stopping_width(masses, cost, 3.0, lambda N: 0.1 * N) < stopping_width(masses, cost, 3.0, 0.1)
+    assert decide(masses, cost, 3.0, lambda N: 0.1 * N).slope == pytest.approx(cost.slope + 0.1)
+    expected = [20.0, 3.1 + cost.at(2), 3.2 + cost.at(3)]
+    assert round_times(cost, 2, 3.0, lambda N: 0.1 * N) == pytest.approx(expected)
+
+
+# Explanations
+
+def test_costly_verification_gives_ar_and_says_so():
+    """Where every row costs, the policy picks AR, gives both lengths and says how to see a tree anyway."""
+    cost = CostModel.fit([1, 4, 8, 16], [20.0, 50.0, 90.0, 170.0])
+    decision = decide([0.5, 0.3, 0.1], cost, draft_ms=10.0)
+    assert decision.width == 0 and decision.drafted_width >= 1
+    assert decision.committed < decision.break_even
+    assert decision.tokens_per_second["ar"] > decision.tokens_per_second["cast"]
+    last = decision.lines()[-1]
+    assert "which is AR" in last
+    assert f"R {decision.committed:.2f} expected, {decision.break_even:.2f} needed" in last
+    assert f"--method cast --width {decision.drafted_width}" in last
+
+
+def test_decision_reports_all_methods():
+    """Predicted speeds are 1000 (1 + g) / l of AR, chain and tree; masses are those around the stop."""
+    masses, chain = paper_masses(), [0.86, 0.7, 0.5, 0.3]
+    cost = CostModel.fit(PACKED, TABLE_5["Blackwell 8B"])
+    decision = decide(masses, cost, DRAFT_MS, chain_masses=chain)
+    assert decision.tokens_per_second == pytest.approx({
+        "ar": 1000 / 17.2,
+        "dflash": 1000 * (1 + sum(chain)) / (DRAFT_MS + cost.at(5)),
+        "cast": 1000 * throughput(95, masses, cost, DRAFT_MS),
+    })
+    assert decision.masses == {n: masses[n - 1] for n in range(93, 99)}
+    assert decision.next_step_ms == pytest.approx(5.9 / 32)
+    assert decision.break_even == pytest.approx((DRAFT_MS + 24.4) / 17.2)
+    text = "\n".join(decision.lines())
+    assert "stop at 95: node 96 would add 0.1844 ms" in text and "width 95" in text
+
+
+def test_decisions_at_the_ends():
+    """Nothing to draft, one candidate, and all candidates taken are explained too."""
+    cost = CostModel.fit([1, 128], [10.0, 10.0])
+    assert decide([], cost, 2.0).width == 0 and "no candidate" in decide([], cost, 2.0).lines()[-1]
+    assert decide([0.9], cost, 2.0).width == 1
+    assert "no candidate is left" in "\n".join(decide([0.9, 0.5], cost, 2.0).lines())
+
+
+# Back-off and limits
+
+def play(back_off: BackOff, rounds: int, committed: int, break_even: float = 2.0) -> list[str]:
+    """What is done in each of the next rounds: "draft" or "ar"."""
+    done = []
+    for _ in range(rounds):
+        done.append("draft" if back_off.drafting else "ar")
+        if back_off.drafting:
+            back_off.drafted(committed, break_even)
+        else:
+            back_off.decoded()
+    return done
+
+
+def test_back_off_and_return():
+    """16 poor rounds, k tokens of AR, 16 more, 2k of AR, and so on; a window that pays resets k."""
+    back_off = BackOff(first_pause=4)
+    poor = play(back_off, 16 + 4 + 16 + 8, committed=1)
+    assert poor == ["draft"] * 16 + ["ar"] * 4 + ["draft"] * 16 + ["ar"] * 8
+    assert play(back_off, 100, committed=3) == ["draft"] * 100
+    poor = play(back_off, 40, committed=1)
+    assert poor.count("ar") >= 4 and poor[poor.index("ar"):][:5] == ["ar"] * 4 + ["draft"]
+
+
+def test_back_off_needs_a_window_and_a_loss():
+    """At break-even it goes on drafting, one poor round does not stop it, and 15 rounds are no evidence."""
+    assert "ar" not in play(BackOff(), 200, committed=2)
+    assert "ar" not in play(BackOff(), 15, committed=1)
+    back_off = BackOff()
+    for committed in [1, 4] * 100:
+        back_off.drafted(committed, break_even=2.4)
+        assert back_off.drafting
+
+
+def test_back_off_costs_little_in_the_long_run():
+    """A head that never helps, at twice AR's time a round: the loss grows with the length's logarithm."""
+    back_off = BackOff()
+    done = play(back_off, 10_000, committed=1)
+    assert done.count("draft") <= 16 * 10
+
+
+def test_back_off_counts_tokens_of_a_longer_ar_step():
+    back_off = BackOff(window=1, first_pause=4)
+    back_off.drafted(1, 2.0)
+    back_off.decoded(3)
+    assert not back_off.drafting
+    back_off.decoded(3)
+    assert back_off.drafting
+
+
+def test_clamp_width():
+    """0 is AR, 127 the widest; above it one warning and 127; below 0 a refusal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [clamp_width(width) for width in (0, 1, 127)] == [0, 1, 127]
+    with pytest.warns(UserWarning, match="10000.*127"):
+        assert clamp_width(10_000) == 127
+    with pytest.raises(ValueError, match="-1"):
+        clamp_width(-1)
