@@ -1,4 +1,4 @@
-"""Tree builders against a brute-force reference, which enumerates every prefix and sorts by the stated order."""
+"""Tree builders against a brute-force reference, which sorts all prefixes by the stated order."""
 
 import time
 from itertools import product
@@ -30,7 +30,7 @@ FIELDS = ("tokens", "parents", "depths", "log_mass")
 def brute_force(log_q: torch.Tensor, rank_cap: int | None) -> Tree:
     """All prefixes of log_q (L, V) that have any mass, each with a sort key that spells out the order.
 
-    key = (-mass, depth, rank, the parent's key): nested, because "the earlier parent" is the one with the lower key.
+    key = (-mass, depth, rank, the parent's key): nested, for "the earlier parent" is the one of lower key.
     """
     rows = log_q.float().tolist()
     kept = [sorted(range(len(row)), key=lambda token: (-row[token], token))[:rank_cap] for row in rows]
@@ -91,7 +91,8 @@ def half(shape, random):
 
 def double(shape, random):
     """Differences that fp32 does not see are ties."""
-    return -torch.randint(1, 4, shape, generator=random).double() * (1 + 1e-12 * torch.rand(shape, generator=random))
+    values = few_values(shape, random).double()
+    return values * (1 + 1e-12 * torch.rand(shape, generator=random))
 
 
 def all_equal(shape, random):
@@ -99,7 +100,7 @@ def all_equal(shape, random):
 
 
 def certain(shape, random):
-    """Mass one or nearly: children tie with parents, by -0.0 or by rounding, and siblings by rounding alone."""
+    """Mass one or nearly: children tie with parents, by -0.0 or by rounding, and siblings by rounding."""
     values = torch.tensor([0.0, -0.0, -1e-9, -1e-8, -1e-7, -INF])
     return values[torch.randint(0, len(values), shape, generator=random)]
 
@@ -135,8 +136,9 @@ def assert_same(got: Tree, expected: Tree, size: int | None = None):
 def test_builders_match_brute_force(kind):
     """Heap and device builder give the reference's tree: tokens, parents, depths, bits of the mass, order.
 
-    Guards ties broken by insertion order, a sibling or child pushed too late to be in its place, the level's cut
-    dropping a node that belongs, masses summed in fp64, mass-zero nodes proposed, an index past the ranks or levels.
+    Guards ties broken by insertion order, a sibling or child pushed too late to be in its place, the level's
+    cut dropping a node that belongs, masses summed in fp64, mass-zero nodes proposed, an index past the ranks
+    or levels.
     """
     random = torch.Generator().manual_seed(KINDS.index(kind))
     for shape, rank_cap in product(SHAPES, (1, 3, 8, None)):
@@ -151,15 +153,16 @@ def test_builders_match_brute_force(kind):
                 assert_same(tree, expected, size=expected.width)
                 assert tree.width == width
                 assert (tree.log_mass[expected.width:] == -INF).all()
-                assert (tree.parents[expected.width:] == -1).all() and (tree.depths[expected.width:] == 1).all()
+                assert (tree.parents[expected.width:] == -1).all()
+                assert (tree.depths[expected.width:] == 1).all()
 
 
 @pytest.mark.parametrize("kind", [peaked, few_values, bf16_logits, certain, holes])
 def test_builders_agree_at_full_size(kind):
-    """Width 127, 15 levels, capped and not: too large to enumerate, so the heap and the device builder check each other.
+    """Width 127, 15 levels, too large to enumerate: the heap and the device builder check each other.
 
-    Also that parents come first, each mass is its parent's plus one log q, no node comes twice, and a narrower tree
-    is the beginning of a wider one.
+    Also that parents come first, each mass is its parent's plus one log q, no node comes twice, and a
+    narrower tree is the beginning of a wider one.
     """
     log_q = kind((15, 300), torch.Generator().manual_seed(7))
     for rank_cap in (8, None):
@@ -173,12 +176,13 @@ def test_builders_agree_at_full_size(kind):
         depths = torch.cat([torch.zeros(1, dtype=torch.int64), tree.depths])
         masses = torch.cat([torch.zeros(1), tree.log_mass])
         assert torch.equal(tree.depths, depths[tree.parents + 1] + 1)
-        assert torch.equal(tree.log_mass, masses[tree.parents + 1] + log_q.float()[tree.depths - 1, tree.tokens])
+        steps = log_q.float()[tree.depths - 1, tree.tokens]
+        assert torch.equal(tree.log_mass, masses[tree.parents + 1] + steps)
         assert len(set(zip(tree.parents.tolist(), tree.tokens.tolist()))) == tree.width
 
 
 def test_ties_by_hand():
-    """Every rule of the order decides once. Two equal tokens with log q 0 at depth 1, three at depth 2 below them."""
+    """Every rule of the order decides once: tokens 1 and 2 are certain at depth 1, and so is 1 at depth 2."""
     log_q = torch.tensor([[-INF, 0.0, 0.0], [-1.0, 0.0, -1.0]])
     tree = best_first_tree(log_q, 10)
     assert tree.tokens.tolist() == [1, 2, 1, 1, 0, 0, 2, 2]
@@ -206,7 +210,7 @@ def test_top_ranked_is_a_stable_sort(kind, vocabulary):
 
 
 def test_equal_best_tokens():
-    """Equal top values at tokens 3 and 7: every builder takes 3 first, as argmax does for the target's choice."""
+    """Equal top values at tokens 3 and 7: every builder takes 3 first, as argmax does in the target."""
     log_q = torch.full((2, 5000), -9.0)
     log_q[:, [7, 3]] = -0.7
     assert chain_tree(log_q, 2).tokens.tolist() == [3, 3]
@@ -240,8 +244,8 @@ def test_ancestors():
     random = torch.Generator().manual_seed(1)
     for width in (0, 1, 2, 5, 16, 31, 127):
         shapes = [torch.arange(width) - 1, torch.full((width,), -1)]  # a chain, a star
-        shapes += [torch.tensor([int(torch.randint(-1, v, (), generator=random)) if v else -1 for v in range(width)],
-                                dtype=torch.int64) for _ in range(5)]
+        for _ in range(5):  # any earlier node, or the root
+            shapes.append((torch.rand(width, generator=random) * torch.arange(1, width + 1)).long() - 1)
         for parents in shapes:
             tree = Tree(tokens=parents, parents=parents, depths=parents, log_mass=parents)
             got = tree.ancestors()
@@ -250,8 +254,9 @@ def test_ancestors():
 
 
 def test_ancestors_when_one_sibling_has_all_children():
-    """Two nodes at depth 1, both nodes of depth 2 under the second: the first is nobody's ancestor but its own."""
-    tree = Tree(torch.tensor([0, 1, 0, 1]), torch.tensor([-1, -1, 1, 1]), torch.tensor([1, 1, 2, 2]), torch.zeros(4))
+    """Two nodes at depth 1, both nodes of depth 2 under the second: only that one is their ancestor."""
+    parents, depths = torch.tensor([-1, -1, 1, 1]), torch.tensor([1, 1, 2, 2])
+    tree = Tree(torch.tensor([0, 1, 0, 1]), parents, depths, torch.zeros(4))
     expected = torch.eye(5, dtype=torch.bool)
     expected[:, 0] = True
     expected[[3, 4], 2] = True
@@ -261,7 +266,7 @@ def test_ancestors_when_one_sibling_has_all_children():
 # Limits and errors
 
 def test_limits():
-    """Widths 0, 1 and far beyond the universe, caps beyond the vocabulary, no levels: sizes, never an IndexError."""
+    """Widths 0, 1 and beyond all prefixes, caps beyond the vocabulary, no levels: never an IndexError."""
     log_q = peaked((2, 3), torch.Generator().manual_seed(0))
     assert best_first_tree(log_q, 0).width == 0
     assert best_first_tree(log_q, 0).ancestors().tolist() == [[True]]
@@ -272,13 +277,14 @@ def test_limits():
 
 
 def test_errors_name_the_cause():
-    """Widths and caps that mean nothing are refused, and so is a drafter that returned NaN, wherever in the row."""
+    """Widths and caps that mean nothing are refused, and so is a drafter's NaN, wherever in the row."""
     log_q = peaked((3, 5000), torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="-1"):
         best_first_tree(log_q, -1)
     with pytest.raises(ValueError, match="rank_cap"):
         best_first_tree(log_q, 5, rank_cap=0)
-    for value, token, dtype in product((float("nan"), -float("nan"), INF), (0, 4321), (torch.float32, torch.bfloat16)):
+    nan = float("nan")
+    for value, token, dtype in product((nan, -nan, INF), (0, 4321), (torch.float32, torch.bfloat16)):
         broken = log_q.to(dtype)
         broken[2, token] = value
         for build in (best_first_tree, chain_tree):
@@ -292,15 +298,16 @@ def test_errors_name_the_cause():
 # What a CUDA graph demands
 
 def test_device_builders_are_capturable():
-    """Nothing reads a value to the host or has a shape that depends on one: fake tensors have no values to give.
+    """Nothing reads a value to the host or has a shape that depends on one: fake tensors have no values.
 
-    Guards .item(), .tolist(), nonzero and boolean indexing, any of which breaks capture. That the guard works is
-    shown on the heap, which does read its input.
+    Guards .item(), .tolist(), nonzero and boolean indexing, any of which breaks capture. That the guard works
+    is shown on the heap, which does read its input.
     """
     with FakeTensorMode():
         log_q = torch.empty(4, 5000)
         tokens, ranked = top_ranked(log_q, 8)
-        tree = device_tree(tokens, ranked, 63, torch.empty(2, candidate_pairs_count(63, 8), dtype=torch.int64))
+        pairs = torch.empty(2, count_pairs(63, 8), dtype=torch.int64)
+        tree = device_tree(tokens, ranked, 63, pairs)
         assert all(getattr(tree, name).shape == (63,) for name in FIELDS)
         assert tree.ancestors().shape == (64, 64)
         assert all(getattr(device_chain(log_q, 4), name).shape == (4,) for name in FIELDS)
@@ -308,7 +315,7 @@ def test_device_builders_are_capturable():
             ranked_tree(tokens, ranked, 63)
 
 
-def candidate_pairs_count(width: int, ranks: int) -> int:
+def count_pairs(width: int, ranks: int) -> int:
     return sum((i + 1) * (r + 1) <= width for i in range(width) for r in range(ranks))
 
 
@@ -317,7 +324,7 @@ def test_candidate_pairs():
     assert candidate_pairs(127, 8).shape == (2, 342)
     for width, ranks in product((1, 2, 5, 16, 63), (1, 3, 8, 100)):
         pairs = candidate_pairs(width, ranks).T.tolist()
-        assert len(pairs) == candidate_pairs_count(width, ranks)
+        assert len(pairs) == count_pairs(width, ranks)
         assert all((i + 1) * (r + 1) <= width and r < ranks for i, r in pairs)
         assert pairs == sorted(pairs, key=lambda pair: (pair[1], pair[0]))
 
@@ -327,8 +334,8 @@ def test_candidate_pairs():
 def test_expansion_is_fast():
     """N = 127, L = 15, K = 8 within 0.4 ms, the smallest of 300 runs (typically 0.12 to 0.25 ms).
 
-    Guards a push of all K children at each pop, or tensors inside the loop. A false alarm needs a core three times
-    slower than a laptop's in every one of the runs.
+    Guards a push of all K children at each pop, or tensors inside the loop. A false alarm needs a core three
+    times slower than a laptop's in every one of the runs.
     """
     _, ranked = top_ranked(peaked((15, 1000), torch.Generator().manual_seed(0)), 8)
     ranked, seconds = ranked.tolist(), []
