@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graphs.masks import BODIES
+from minicast.sampling import SamplingParams, choose
 from minicast.tree import Tree, best_first_tree, chain_tree
 from minicast.verify import walk
 from minicast.width import clamp_width
@@ -99,7 +100,8 @@ class Proposal:
 
 def no_tree(proposal: Proposal) -> Tree:
     """Autoregressive decoding: nothing is proposed, and the drafter does not run."""
-    return Tree.empty()
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Tree(nothing, nothing, nothing, torch.empty(0))
 
 
 def chain(proposal: Proposal) -> Tree:
@@ -239,29 +241,28 @@ def propose(state: State, method: Callable[[Proposal], Tree], token_ids: Sequenc
     return tree
 
 
-def settle(state: State, n: int, tap: bool) -> Tensor:
-    """Steps 4–6: verify the pack's first n rows, walk, commit the accepted path.
+def settle(state: State, n: int, depth: int, params: SamplingParams, tap: bool) -> Tensor:
+    """Steps 4–6: verify the pack's first n rows, walk at most `depth` levels down, commit the accepted path.
 
-    Returns what the host needs to know as one tensor (3 + 2M,) int64, M = min(n, L + 1): A, whether the logits
-    behind the choices were finite, the target's own next token, the path's tokens (M,) and its packed rows (M,), of
-    which the first A + 1 count. `Settled.read` is its reader.
+    Returns what the host needs to know as one tensor (2 + 2M,) int64, M = depth + 1: A, the target's own next token
+    (-1: its logits are not finite), the path's tokens (M,) and its packed rows (M,), of which the first A + 1 count.
+    `Settled.read` is its reader.
     """
     tokens, parents, visible = state.tokens[:n], state.parents[:n], state.visible[:n, :n]
     # 4 verify
     window = state.window(state.depths[:n], visible)
     hidden, features = state.target(tokens[None], state.target_cache, window, state.draft.taps if tap else ())
-    choices, finite = greedy(state.target.logits(hidden[0]))
+    logits = state.target.logits(hidden[0])
     # 5 walk
-    walked = walk(tokens, parents, visible, choices, min(n - 1, state.depth))
+    walked = walk(tokens, parents, visible, choose(logits, params), depth)
     # 6 commit: the path's rows move down to slots P, P + 1, …; entries past A copy themselves and stay scratch
-    slots = state.P + state.rows[: len(walked.path)]
+    slots = state.P + state.rows[: depth + 1]
     state.target_cache.move(state.P + walked.path, slots)
     if tap:
         state.features.index_copy_(1, slots, features.index_select(1, walked.path))
     state.P += walked.accepted + 1
     state.root.copy_(walked.next_root)
-    facts = torch.stack((walked.accepted, finite.long(), walked.next_root))
-    return torch.cat((facts, tokens[walked.path], walked.path))
+    return torch.cat((torch.stack((walked.accepted, walked.next_root)), tokens[walked.path], walked.path))
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class Settled:
     Attributes:
         tokens: b and the accepted tokens, now committed
         path: their packed rows
-        next_token: the target's own, the new b
+        next_token: the target's own, the new b; -1 where its logits are not finite
     """
 
     tokens: list[int]
@@ -281,20 +282,9 @@ class Settled:
     @classmethod
     def read(cls, outcome: Tensor) -> "Settled":
         """Copy the outcome of `settle` to the host: the one host sync of a round whose tree needs none."""
-        accepted, finite, next_token, *rest = outcome.tolist()
-        if not finite:
-            raise UserError(NON_FINITE)
+        accepted, next_token, *rest = outcome.tolist()
         tokens, path = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         return cls(tokens[: accepted + 1], path[: accepted + 1], next_token)
-
-
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits (n, V) -> the lowest id of the largest logit a row (n,) int64, and () bool: all those were finite.
-
-    argmax gives the index of a NaN or of +inf where there is one, so looking at the winners is enough.
-    """
-    choices = logits.argmax(dim=-1)
-    return choices, logits.gather(1, choices[:, None]).isfinite().all()
 
 
 def cut(tokens: list[int], room: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
@@ -372,19 +362,24 @@ class Decoder:
         state, output = self.state, Output()
         self.output = output
         method, width = self._method(method, width)
+        params = SamplingParams(temperature, top_k, top_p, seed)
         room, full = self._room(prompt_ids, max_new_tokens)
         output.stop_reason = full
         if room == 0:
             return
         tap = self.draft is not None and method is not no_tree  # nothing will read features otherwise
+        deepest = state.depth if method in METHODS.values() else MAX_ROWS  # of trees, known without looking at them
         token_ids = list(prompt_ids)
 
         self._begin(token_ids, room, tap)
-        emitted = [self._first_token(token_ids, tap)]
+        emitted = [self._first_token(token_ids, params, tap)]
         output.prefill_seconds = self._clock() - started
         opened = None if tap else self._clock()
         tree, settled = None, Settled([], [], emitted[0])
         while True:
+            if emitted[-1] < 0:
+                self.reset()  # not-a-number left in a cache would survive masking
+                raise UserError(NON_FINITE)
             emitted, ended = cut(emitted, room - len(output.token_ids), stop_ids)  # 7 emit
             token_ids += emitted
             output.token_ids += emitted
@@ -401,7 +396,8 @@ class Decoder:
                 return
             tree = propose(state, method, token_ids, width, rank_cap)  # 1 draft, 2 propose, 3 pack
             opened = opened or self._clock()
-            settled = Settled.read(settle(state, tree.width + 1, tap))  # 4 verify, 5 walk, 6 commit
+            depth = min(tree.width, deepest)
+            settled = Settled.read(settle(state, tree.width + 1, depth, params, tap))  # 4 verify, 5 walk, 6 commit
             state.commit(settled.tokens, tap)
             emitted = settled.tokens[1:] + [settled.next_token]
 
@@ -440,14 +436,10 @@ class Decoder:
             shared += 1
         state.keep(min(shared, state.tapped) if tap else shared)
 
-    def _first_token(self, token_ids: list[int], tap: bool) -> int:
+    def _first_token(self, token_ids: list[int], params: SamplingParams, tap: bool) -> int:
         """Prefill, and the target's choice after the prompt, which becomes b."""
-        choices, finite = greedy(prefill(self.state, token_ids, tap))
-        self.state.root.copy_(choices)
-        token, finite = torch.cat((choices, finite.long()[None])).tolist()  # host sync: the first token
-        if not finite:
-            raise UserError(NON_FINITE)
-        return token
+        self.state.root.copy_(choose(prefill(self.state, token_ids, tap), params))
+        return self.state.root.item()  # host sync: the first token
 
     def _clock(self) -> float:
         """Seconds, with the device caught up (paper, Appendix D)."""

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 HALF_TOP = 14  # largest weight is scaled into [2^14, 2^15): half precision overflows at 2^16
 
+SLICE = 4096  # rows checked at a time, so that the check needs little memory beside the weights
+
 
 class Linear(nn.Module):
     """y = x Wᵀ + bias.
@@ -69,11 +71,11 @@ def _half_product(weight: Tensor, bias: Tensor | None):
     exponent = HALF_TOP - math.frexp(largest)[1] + 1 if largest else 0
     for shift in (0, exponent):  # unscaled first: it saves the multiplication of the input
         scale = 2.0**shift
-        scaled = weight * scale
-        if torch.equal(scaled.half().float(), scaled):
+        if all(torch.equal((rows * scale).half().float(), rows * scale) for rows in weight.split(SLICE)):
             break
     else:
         return None
+    scaled = weight if shift == 0 else weight * scale
     packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
 
     def product(x: Tensor) -> Tensor:

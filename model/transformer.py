@@ -208,8 +208,8 @@ class Target(nn.Module):
     def __init__(self, config: TargetConfig):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden)
-        self.embed_tokens.weight.requires_grad_(False)
+        table = torch.empty(config.vocab_size, config.hidden)  # handed over, since nn.Embedding would fill its own
+        self.embed_tokens = nn.Embedding.from_pretrained(table)
         self.rotary = Rotary(config)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)

@@ -1,0 +1,387 @@
+"""The round loop on a tiny random target: exact tokens, exact caches, exact ends, for every method and body.
+
+A random drafter accepts almost nothing and hides most faults of commit and walk, so most tests propose the target's
+own continuation (an oracle) with planted decoys and errors. All targets are float32 and all comparisons of tokens
+are exact; the seeds are fixed, so there are no false alarms.
+"""
+
+import pytest
+import torch
+
+from graphs.masks import BODIES
+from minicast import Decoder, generate
+from minicast.decode import State, pack, prefill, read_features
+from minicast.tree import Tree
+from model.config import DraftConfig, Rope, TargetConfig
+from model.dflash import DraftHead
+from model.errors import UsageError, UserError
+from model.transformer import Target
+
+CONTEXT, VOCABULARY, DEPTH = 64, 256, 7
+WIDTHS = (1, 3, 7, 15, 31, 63, 127)
+
+
+def tiny_target(seed: int = 0, context: int = CONTEXT) -> Target:
+    shape = dict(hidden=32, intermediate=64, layers=2, heads=4, kv_heads=2, head_dim=16, eps=1e-6, rope=Rope(10000.0))
+    config = TargetConfig(vocab_size=VOCABULARY, context=context, family="llama", tied=False, eos_ids=(), **shape)
+    return randomised(Target(config), seed)
+
+
+def tiny_draft(seed: int = 1, block_size: int = DEPTH + 1, context: int = CONTEXT) -> DraftHead:
+    shape = dict(hidden=32, intermediate=64, layers=2, heads=4, kv_heads=2, head_dim=16, eps=1e-6, rope=Rope(10000.0))
+    config = DraftConfig(
+        vocab_size=VOCABULARY, context=context, qk_norm=True, block_size=block_size, taps=(0, 1), mask_token_id=255,
+        target_layers=2, **shape,
+    )
+    return randomised(DraftHead(config), seed)
+
+
+def randomised(module, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        spread = 0.2 if parameter.dim() > 1 else 0.05
+        parameter.data = torch.randn(parameter.shape, generator=generator) * spread + (parameter.dim() == 1)
+    return module
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCABULARY - 1, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_target(), tiny_draft()
+
+
+def autoregressive(target, prompt, count, **options):
+    return Decoder(target).generate(prompt, method="ar", max_new_tokens=count, **options)
+
+
+def tree_of(nodes: list[tuple[int, int]]) -> Tree:
+    """A tree from (token, parent node or -1), parents first."""
+    depths = []
+    for _, parent in nodes:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    tokens, parents = zip(*nodes) if nodes else ((), ())
+    as_ids = [torch.tensor(values, dtype=torch.int64) for values in (tokens, parents, depths)]
+    return Tree(*as_ids, log_mass=-torch.arange(len(nodes)).float())
+
+
+def oracle(continuation, prompt_length, depth=DEPTH, wrong_at=None, decoys=0):
+    """A method that proposes the known continuation, `decoys` wrong first children ahead of it at every level.
+
+    `wrong_at` plants an error at that depth, counted from 1. The drafter runs too, so that its cache is exercised.
+    """
+
+    def method(proposal):
+        log_q = proposal.draft()
+        assert log_q.isfinite().all()
+        start = len(proposal.token_ids) - prompt_length
+        nodes, parent = [], -1
+        for level, token in enumerate(continuation[start : start + depth], start=1):
+            wrong = [(token + 1 + k) % VOCABULARY for k in range(decoys)]
+            nodes += [(other, parent) for other in wrong]
+            nodes.append(((token + 9) % VOCABULARY if level == wrong_at else token, parent))
+            parent = len(nodes) - 1
+        return tree_of(nodes)
+
+    return method
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("rank_cap", [8, None])
+def test_every_method_and_width_gives_the_autoregressive_tokens(models, body, rank_cap):
+    """The contract: in float32 a method changes how fast tokens come, never which."""
+    target, draft = models
+    decoder = Decoder(target, draft, attention=body)
+    for seed in range(2):
+        prompt = prompt_of(5 + 3 * seed, seed)
+        expected = autoregressive(target, prompt, 20).token_ids
+        for method, width in [("dflash", 7)] + [("cast", width) for width in WIDTHS]:
+            out = decoder.generate(prompt, method=method, width=width, max_new_tokens=20, rank_cap=rank_cap)
+            assert out.token_ids == expected, (method, width)
+            assert 1 + sum(out.round_lengths) == len(out.token_ids)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("decoys", [0, 1, 3])
+@pytest.mark.parametrize("wrong_at", [None, 1, 3])
+def test_caches_equal_a_fresh_prefill_after_every_round(models, body, decoys, wrong_at):
+    """Accepted rows lie scattered in the pack (never the first child here); later rounds assume a dense prefix.
+
+    Also the drafter's own cache: rewinding it by the wrong count leaves the output right and ruins acceptance.
+    """
+    target, draft = models
+    prompt = prompt_of(6)
+    expected = autoregressive(target, prompt, 45).token_ids
+    decoder = Decoder(target, draft, attention=body)
+    state, rounds = decoder.state, 0
+    method = oracle(expected, len(prompt), wrong_at=wrong_at, decoys=decoys)
+    for step in decoder.stream(prompt, method=method, max_new_tokens=40):
+        fresh = State(target, draft, BODIES[body]())
+        fresh.reserve(CONTEXT)
+        with torch.no_grad():
+            prefill(fresh, state.cached_ids, tap=True)
+            read_features(state)
+        P = state.prefix
+        assert P == fresh.prefix == int(state.P) == state.drafted
+        for ours, theirs in (
+            (state.target_cache.data, fresh.target_cache.data),
+            (state.draft_cache.data, fresh.draft_cache.data),
+        ):
+            assert torch.allclose(ours[..., :P, :], theirs[..., :P, :], atol=1e-4)
+        assert torch.allclose(state.features[:, :P], fresh.features[:, :P], atol=1e-4)
+        rounds += not step.prefill
+    assert decoder.output.token_ids == expected[:40]
+    accepted = DEPTH if wrong_at is None else wrong_at - 1
+    assert set(decoder.output.round_lengths[:-1]) == {accepted + 1}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_packed_logits_equal_one_forward_per_node(models, body):
+    """Lemma 1: siblings, and a child of the second sibling only. A flat index as RoPE position, or a mask that does
+    not depend on which parent was chosen, is right until the first branch."""
+    target, draft = models
+    prompt = prompt_of(9)
+    nodes = [(5, -1), (6, -1), (7, 1), (8, 1), (9, 3), (5, 0), (200, -1), (7, 6)]
+    state = State(target, draft, BODIES[body]())
+    state.reserve(CONTEXT)
+    with torch.no_grad():
+        prefill(state, prompt[:-1], tap=True)
+        state.root.fill_(prompt[-1])
+        pack(state, tree_of(nodes))
+        n = len(nodes) + 1
+        window = state.window(state.depths[:n], state.visible[:n, :n])
+        hidden, _ = target(state.tokens[None, :n], state.target_cache, window)
+        packed = target.logits(hidden[0])
+    for node in range(-1, len(nodes)):
+        path, parent = [], node
+        while parent >= 0:
+            token, parent = nodes[parent]
+            path.insert(0, token)
+        alone, _ = target.score(prompt + path)
+        assert torch.allclose(packed[node + 1], alone[-1], atol=1e-5)
+
+
+def test_a_stop_id_in_the_middle_of_a_block_ends_the_answer(models):
+    """A stop test that looks at a round's last token only runs past it; counters must not count what came after."""
+    target, draft = models
+    prompt = prompt_of(6)
+    expected = autoregressive(target, prompt, 30).token_ids
+    stop = next(token for index, token in enumerate(expected) if index >= 4 and token not in expected[:index])
+    count = expected.index(stop) + 1
+    for decoys in (0, 2):
+        decoder = Decoder(target, draft)
+        method = oracle(expected, len(prompt), decoys=decoys)
+        out = decoder.generate(prompt, method=method, max_new_tokens=30, stop_ids=(stop,))
+        assert out.token_ids == autoregressive(target, prompt, 30, stop_ids=(stop,)).token_ids == expected[:count]
+        assert out.stop_reason == "eos"
+        assert 1 + sum(out.round_lengths) == count
+        assert decoder.state.cached_ids == (prompt + expected[:count])[: decoder.state.prefix]
+
+
+def test_a_stop_id_as_third_token_of_a_fully_accepted_block_counts_three(models):
+    """Prefill's token, then a block of six accepted of which the third is the stop: four tokens, R = 3."""
+    target, draft = models
+    prompt = next(p for p in map(lambda s: prompt_of(6, s), range(50))
+                  if len(set(autoregressive(target, p, 4).token_ids)) == 4)
+    expected = autoregressive(target, prompt, 20).token_ids
+    method = oracle(expected, len(prompt), depth=6)
+    out = Decoder(target, draft).generate(prompt, method=method, max_new_tokens=20, stop_ids=(expected[3],))
+    assert out.token_ids == expected[:4]
+    assert out.round_lengths == [3]
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_full_acceptance_stays_full(models, depth):
+    """The bonus token after a full accept must reach the drafter's cache as a committed position, not as noise."""
+    target, draft = models
+    prompt = prompt_of(7)
+    expected = autoregressive(target, prompt, 41).token_ids
+    out = Decoder(target, draft).generate(prompt, method=oracle(expected, len(prompt), depth=depth), max_new_tokens=41)
+    assert out.token_ids == expected
+    assert set(out.round_lengths[:-1]) == {depth + 1}
+
+
+@pytest.mark.parametrize("width, nodes", [(0, {0}), (1, {1}), (127, {127}), (10000, {127})])
+def test_any_width(models, width, nodes):
+    """0 is autoregressive, 1 is one node, beyond 127 clamps with a warning; never an IndexError."""
+    target, draft = models
+    prompt = prompt_of(5)
+    decoder = Decoder(target, draft)
+    options = dict(width=width, max_new_tokens=12, rank_cap=1000)
+    if width > 127:
+        with pytest.warns(UserWarning, match="127"):
+            out = decoder.generate(prompt, **options)
+    else:
+        out = decoder.generate(prompt, **options)
+    assert out.token_ids == autoregressive(target, prompt, 12).token_ids
+    assert set(out.widths) == nodes
+
+
+def test_equal_top_logits_go_to_the_lower_id_in_every_method(models):
+    """Ties broken differently by one row and by a pack make a tree depart from its own AR."""
+    target, draft = tiny_target(), models[1]
+    target.lm_head.weight.data[3] = target.lm_head.weight.data[7] = 3 * target.lm_head.weight.data.abs().amax(0)
+    target.lm_head.weight.data[3:8:4] += 1
+    prompt = prompt_of(5)
+    outs = [Decoder(target, draft).generate(prompt, method=m, max_new_tokens=20) for m in ("ar", "dflash", "cast")]
+    assert 7 not in outs[0].token_ids
+    assert outs[0].token_ids == outs[1].token_ids == outs[2].token_ids
+
+
+@pytest.mark.parametrize("method", ["ar", "cast"])
+def test_non_finite_logits_are_an_error_and_do_not_poison_the_next_request(models, method):
+    """NaN argmaxes to some token id; and NaN left in a cache above P survives masking (0 · NaN)."""
+    target, draft = tiny_target(), models[1]
+    decoder = Decoder(target, draft, attention="static")
+    prompt, other = prompt_of(6), prompt_of(4, seed=3)
+    good = target.norm.weight.data.clone()
+    rounds = decoder.stream(prompt, method=method, max_new_tokens=30)
+    next(rounds), next(rounds)
+    target.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(UserError, match="non-finite logits"):
+        list(rounds)
+    target.layers[0].mlp.down_proj.weight.data[0, 0] = 0.1
+    again = decoder.generate(other, method=method, max_new_tokens=10)
+    assert again.token_ids == Decoder(target, draft).generate(other, method="ar", max_new_tokens=10).token_ids
+    assert torch.equal(target.norm.weight.data, good)
+
+
+def test_the_mask_token_is_a_token_like_any_other(models):
+    """Stripping it, or stopping on it, by value loses text when the target really emits it."""
+    target = models[0]
+    prompt = prompt_of(6)
+    expected = autoregressive(target, prompt, 20).token_ids
+    draft = tiny_draft()
+    draft.config = DraftConfig(**{**vars(draft.config), "mask_token_id": expected[3]})
+    assert Decoder(target, draft).generate(prompt, max_new_tokens=20).token_ids == expected
+
+
+def test_one_decoder_serves_many_requests_like_fresh_ones(models):
+    """Long prompt, then short; a generator closed in mid-answer; a shared prefix; another method in between."""
+    target, draft = models
+    decoder = Decoder(target, draft)
+    long, short = prompt_of(40, 1), prompt_of(3, 2)
+    sibling = long[:20] + prompt_of(5, 4)
+
+    def check(prompt, **options):
+        ours = decoder.generate(prompt, max_new_tokens=12, **options)
+        assert ours.token_ids == Decoder(target, draft).generate(prompt, max_new_tokens=12, **options).token_ids
+        assert ours.round_lengths == Decoder(target, draft).generate(prompt, max_new_tokens=12, **options).round_lengths
+
+    check(long)
+    check(short)
+    check(long, method="ar")
+    check(long)
+    check(sibling, method="ar")
+    check(sibling)
+    abandoned = decoder.stream(short, max_new_tokens=12)
+    next(abandoned), next(abandoned)
+    abandoned.close()
+    check(short)
+    out = decoder.generate(short, max_new_tokens=12)
+    check(short + out.token_ids + [7, 8])
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_the_length_limit_is_exact(block_size):
+    """The last round usually accepts more than there is room for."""
+    target, draft = tiny_target(), tiny_draft(block_size=block_size)
+    prompt = prompt_of(6)
+    expected = autoregressive(target, prompt, 40).token_ids
+    decoder = Decoder(target, draft)
+    for count in range(1, 21):
+        method = oracle(expected, len(prompt), depth=block_size - 1)
+        out = decoder.generate(prompt, method=method, max_new_tokens=count)
+        assert out.token_ids == expected[:count]
+        assert out.stop_reason == "length"
+
+
+def test_no_tokens_asked_for_and_fewer_than_none(models):
+    """Zero is an answer; a negative count is a mistake."""
+    out = Decoder(*models).generate(prompt_of(5), max_new_tokens=0)
+    assert (out.token_ids, out.round_lengths, out.stop_reason) == ([], [], "length")
+    with pytest.raises(UsageError, match="max_new_tokens"):
+        Decoder(*models).generate(prompt_of(5), max_new_tokens=-1)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_the_end_of_the_context_is_exact(body):
+    """A tree near the end has nodes beyond the last position; the answer must still fill the context exactly."""
+    target, draft = tiny_target(), tiny_draft(block_size=16)
+    decoder = Decoder(target, draft, attention=body)
+    for length in range(60, CONTEXT + 1):
+        prompt = prompt_of(length)
+        for method in ("ar", "dflash", "cast"):
+            out = decoder.generate(prompt, method=method, width=63, max_new_tokens=50)
+            assert len(out.token_ids) == CONTEXT - length
+            assert out.stop_reason == "context"
+            assert out.token_ids == autoregressive(target, prompt, 50).token_ids
+    with pytest.raises(UsageError, match="65.*64"):
+        decoder.generate(prompt_of(CONTEXT + 1))
+
+
+def test_a_drafter_with_a_shorter_context_still_works():
+    """RoPE tables cut to the drafter's limit would fail, or wrap, in the middle of an answer."""
+    target, draft = tiny_target(), tiny_draft(context=16)
+    prompt = prompt_of(12)
+    assert (
+        Decoder(target, draft).generate(prompt, max_new_tokens=40).token_ids
+        == autoregressive(target, prompt, 40).token_ids
+    )
+
+
+def test_the_shortest_prompts(models):
+    """One token, id 0 among them, is a prompt; no token is not."""
+    for prompt in ([0], [17]):
+        expected = autoregressive(models[0], prompt, 10).token_ids
+        assert Decoder(*models).generate(prompt, max_new_tokens=10).token_ids == expected
+    with pytest.raises(UsageError, match="no tokens"):
+        Decoder(*models).generate([])
+
+
+def test_a_long_prompt_prefills_in_chunks(monkeypatch):
+    """Chunked and whole prefill agree, and no chunk is longer than the bound."""
+    import minicast.decode as decode
+
+    target, draft = tiny_target(context=2048), tiny_draft(context=2048)
+    prompt = prompt_of(700)
+    monkeypatch.setattr(decode, "PREFILL_ROWS", 1024)
+    whole = Decoder(target, draft).generate(prompt, max_new_tokens=20).token_ids
+    monkeypatch.setattr(decode, "PREFILL_ROWS", 64)
+    rows = []
+    target.register_forward_pre_hook(lambda module, arguments: rows.append(arguments[0].shape[1]))
+    chunked = Decoder(target, draft).generate(prompt, max_new_tokens=20).token_ids
+    assert chunked == whole
+    assert max(rows) == 64 and sum(rows[:11]) == 700
+
+
+def test_generate_keeps_one_decoder_on_the_target(models):
+    """The convenience function must not allocate caches a call."""
+    target, draft = models
+    first = generate(target, draft, prompt_of(5), max_new_tokens=5)
+    decoder = target.decoder
+    assert generate(target, draft, prompt_of(5), max_new_tokens=5).token_ids == first.token_ids
+    assert target.decoder is decoder
+
+
+def test_a_round_copies_to_the_host_once_and_the_tree_once(models, monkeypatch):
+    """Each copy is a device sync on a GPU. One `.tolist()` is the round's outcome, one the heap's input; the depth of
+    the tree, and its building, read tensors that live on the host. No `.item()`, `.cpu()`, `.numpy()` at all."""
+    target, draft = models
+    decoder = Decoder(target, draft)
+    calls = []
+    for name in ("tolist", "item", "cpu", "numpy", "__int__", "__bool__", "__float__"):
+        original = getattr(torch.Tensor, name)
+
+        def spy(self, *arguments, name=name, original=original):
+            calls.append(name)
+            return original(self, *arguments)
+
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    rounds = decoder.stream(prompt_of(5), max_new_tokens=30)
+    next(rounds)
+    calls.clear()
+    next(rounds)
+    assert sorted(calls) == ["tolist", "tolist"], calls
