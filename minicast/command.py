@@ -1,0 +1,168 @@
+"""What the command lines share: loading a target with its head, and failing in one line.
+
+Flags are each program's own. Nothing here knows how text is made or shown.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from model import check_pair, hub, load_draft, load_target, load_tokenizer
+from model.dflash import DraftHead
+from model.errors import UsageError, UserError
+from model.tokenizer import Tokenizer
+from model.transformer import Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+INTERRUPTED = 130  # what shells report after Ctrl-C
+
+
+def guarded(program: str, run: Callable[[], int]) -> int:
+    """The exit status of `run()`. What a user can cause ends in one line on stderr, never in a traceback."""
+    warnings.showwarning = lambda message, *where: print(f"{program}: {message}", file=sys.stderr)
+    try:
+        return run()
+    except UserError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, `head` perhaps, has enough
+        # Python flushes stdout once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        way_out = "try a smaller model, a shorter prompt or fewer new tokens"
+        print(f"{program}: out of memory; {way_out}", file=sys.stderr)
+        return 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model runs, and in which precision."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def choose(cls, device: str, dtype: str) -> "Placement":
+        """From the values of --device and --dtype, "auto" included."""
+        place = _device(device)
+        automatic = torch.float32 if place.type == "cpu" else torch.bfloat16
+        return cls(place, automatic if dtype == "auto" else DTYPES[dtype])
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: choose auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise UsageError(f"--device {name}: torch sees {count} CUDA devices; try --device cpu")
+    return device
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which checkpoints to load, by any name that `model.hub` resolves.
+
+    Attributes:
+        target: the target, and the tokenizer's place
+        draft: its head; None: none is needed
+        pair: the entry of the table of known pairs that the target belongs to, if it does
+    """
+
+    target: str
+    draft: str | None
+    pair: hub.Pair | None
+
+    @classmethod
+    def of(cls, target: str | None, draft: str | None, device: torch.device, drafts: bool) -> "Choice":
+        """From the values of --model and --draft-model, None where not given; `drafts`: a head is needed."""
+        if target is None:
+            pair, hint = hub.default_pair(device.type == "cuda")
+            target = pair.name
+            if hint:
+                print(hint, file=sys.stderr)
+        else:
+            pair = hub.pair_for_target(target)
+        if not drafts:
+            return cls(target, None, pair)
+        if draft is None and pair is None:
+            raise UsageError(f"no draft head is known for {target}: name one with --draft-model, or use ar")
+        return cls(target, draft or pair.name, pair)
+
+    def source(self) -> str:
+        """Where the weights come from, for people."""
+        head = f" with head {hub.source(self.draft, 'draft')}" if self.draft else ""
+        return hub.source(self.target, "target") + head
+
+    def tokenizer(self) -> Tokenizer:
+        with LoadingBar(self.target) as bar:
+            return load_tokenizer(self.target, bar)
+
+    def load(self, placement: Placement) -> tuple[Target, DraftHead | None]:
+        """Both models, with a bar on stderr while they download or load."""
+        draft = None
+        with LoadingBar(self.target) as bar:
+            target = load_target(self.target, placement.dtype, placement.device, progress=bar)
+        if self.draft:
+            with LoadingBar(f"head of {self.draft}") as bar:
+                draft = load_draft(self.draft, placement.dtype, placement.device, progress=bar)
+            check_pair(draft.config, target.config)
+        return target, draft
+
+
+class LoadingBar:
+    """A bar on stderr, none where that is no terminal. Call it with (bytes done, bytes in all)."""
+
+    def __init__(self, what: str):
+        self.what, self.bar = what, None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.bar is None or total != self.bar.total:  # another step began
+            self.close()
+            self.bar = tqdm(
+                desc=self.what, total=total, unit="B", unit_scale=True, leave=False, disable=None
+            )
+        self.bar.update(done - self.bar.n)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def __enter__(self) -> "LoadingBar":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the highest so far: of the device where it has its own memory, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        with open("/proc/self/status") as status:  # ru_maxrss may be the parent's, from before this program
+            peak = next(line for line in status if line.startswith("VmHWM"))
+        return int(peak.split()[1]) * 1024
+    except OSError:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,143 @@
+"""What a person sees of an answer: coloured text, the packed tree of a round, the figures at the end.
+
+It only shows: nothing here decodes or measures.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from minicast.decode import Output, Round
+
+PLAIN, GREEN, DIM = "", "\033[32m", "\033[2m"
+RESET = "\033[0m"
+
+
+class Screen:
+    """Text to a stream, at once. Colours only on a terminal, and not under NO_COLOR (no-color.org)."""
+
+    def __init__(self, stream: TextIO | None = None):
+        self.stream = stream or sys.stdout
+        self.colours = self.stream.isatty() and not os.environ.get("NO_COLOR")
+        self.line_open = False
+        if hasattr(self.stream, "reconfigure"):
+            self.stream.reconfigure(errors="replace")  # what the terminal lacks is a question mark
+
+    def write(self, text: str, style: str = PLAIN) -> None:
+        if not text:
+            return
+        self.stream.write(style + text + RESET if style and self.colours else text)
+        self.stream.flush()
+        self.line_open = not text.endswith("\n")
+
+    def end_line(self) -> None:
+        if self.line_open:
+            self.write("\n")
+
+
+@dataclass
+class Answer:
+    """One answer and what was asked.
+
+    Attributes:
+        method, width: as asked for
+        prompt_tokens: their number
+        output: what the decoder measured
+        accepted: drafted tokens emitted, of every round
+        pieces: the text in (text, style); drafted tokens that were accepted are green
+        stop_reason: the decoder's, or "interrupted"
+    """
+
+    method: str
+    width: int
+    prompt_tokens: int
+    output: Output = field(default_factory=Output)
+    accepted: list[int] = field(default_factory=list)
+    pieces: list[tuple[str, str]] = field(default_factory=list)
+    stop_reason: str = "interrupted"
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+    def figures(self) -> dict:
+        """All of it, for JSON."""
+        output = self.output
+        return {
+            "text": self.text,
+            "token_ids": output.token_ids,
+            "stop_reason": self.stop_reason,
+            "method": self.method,
+            "width": self.width,
+            "prompt_tokens": self.prompt_tokens,
+            "round_lengths": output.round_lengths,
+            "accepted": self.accepted,
+            "widths": output.widths,
+            "mean_committed_per_round": mean(output.round_lengths),
+            "mean_accepted_per_round": mean(self.accepted),
+            "ms_per_token": ms_per_token(output),
+            "prefill_seconds": output.prefill_seconds,
+            "decode_seconds": output.decode_seconds,
+            "wall_seconds": output.wall_seconds,
+        }
+
+    def lines(self) -> list[str]:
+        """The figures for people."""
+        output, tokens = self.output, len(self.output.token_ids)
+        prompt = f"prompt   {self.prompt_tokens} tokens{rate(self.prompt_tokens, output.prefill_seconds)}"
+        decode = f"decode   {tokens} tokens{rate(tokens, output.decode_seconds)}"
+        if not output.round_lengths:
+            return [prompt, f"{decode}; stopped: {self.stop_reason}"]
+        decode += f", {ms_per_token(output):.1f} ms a token; prompt to last token {output.wall_seconds:.2f} s"
+        width = f" (N = {self.width})" if self.method == "cast" else ""
+        counts = sorted(Counter(output.round_lengths).items())
+        return [
+            prompt,
+            f"{decode}; stopped: {self.stop_reason}",
+            f"rounds   {len(output.round_lengths)} of {self.method}{width}",
+            f"mean R   {mean(output.round_lengths):.2f} tokens committed a round, "
+            f"{mean(self.accepted):.2f} of them accepted drafts and the others the target's own",
+            "lengths  " + "  ".join(f"{length}: {count}" for length, count in counts) + "  (R: rounds of that R)",
+        ]
+
+
+def mean(values: list[int]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def ms_per_token(output: Output) -> float | None:
+    """Decoding time over the number of new tokens (paper, Appendix D); None where no round ran."""
+    return output.decode_seconds * 1e3 / len(output.token_ids) if output.round_lengths else None
+
+
+def rate(tokens: int, seconds: float) -> str:
+    return f", {seconds:.2f} s, {tokens / seconds:.1f} tok/s" if seconds > 0 else ""
+
+
+def tree_lines(step: Round, number: int, token_text: Callable[[int], str]) -> Iterator[tuple[str, str]]:
+    """The packed tree of a round, a line a node with its style: mass, depth, "+" if accepted, token.
+
+    Children stand below their parent and further right, the likeliest first.
+    """
+    R, emitted = len(step.token_ids), "".join(token_text(token) for token in step.token_ids)
+    if step.prefill:
+        yield f"prefill: {emitted!r}", PLAIN
+        return
+    yield f"round {number}: N = {step.width}, R = {R}, accepted {step.accepted}: {emitted!r}", PLAIN
+    tree = step.tree
+    tokens, parents, depths = tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()
+    masses = tree.log_mass.exp().tolist()
+    kept = {row - 1 for row in step.path[1 : step.accepted + 1]}  # packed row v holds node v - 1
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    waiting = children.get(-1, [])[::-1]
+    while waiting:
+        node = waiting.pop()
+        waiting += children.get(node, [])[::-1]
+        mark, style = ("+", GREEN) if node in kept else (" ", DIM)
+        indent = "  " * depths[node]
+        yield f"{masses[node]:8.4f} {depths[node]:3d} {mark} {indent}{token_text(tokens[node])!r}", style

@@ -1,0 +1,206 @@
+"""Text from a prompt: flags in, text out.
+
+    python run.py --prompt "What is the capital of France?"
+
+Text goes to stdout as it is decoded, everything else to stderr. How it is decoded is in minicast/decode.py.
+"""
+
+import argparse
+import json
+import math
+import sys
+
+METHODS = ("ar", "dflash", "cast")
+INTERRUPTED = 130  # what shells report after Ctrl-C
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        """One line, as for every other mistake; argparse alone would print the usage before it."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def checked(convert, accepts, rule: str):
+    """An argparse type: the converted text, refused with the rule where it is not accepted."""
+
+    def parse(text: str):
+        try:
+            value = convert(text)
+            accepted = accepts(value)
+        except ValueError:
+            accepted = False
+        if not accepted:
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
+        return value
+
+    return parse
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Every flag is checked here, before anything slow is imported or loaded."""
+    count = checked(int, lambda n: n >= 0, "a whole number of at least 0")
+    at_least_one = checked(int, lambda k: k >= 1, "at least 1 (leave it out to keep all tokens)")
+    temperature = checked(float, lambda t: t >= 0 and math.isfinite(t), "a finite number of at least 0")
+    fraction = checked(float, lambda p: 0 < p <= 1, "above 0 and at most 1")
+    seed = checked(int, lambda s: 0 <= s < 2**63, "a whole number from 0 to 2**63 - 1")
+    rank_cap = checked(
+        lambda text: None if text == "none" else int(text), lambda k: k is None or k >= 1,
+        "a whole number of at least 1, or none",
+    )
+
+    parser = Parser(prog="run.py", description="Decode a prompt with a speculative tree (CAST).")
+    parser.add_argument("-p", "--prompt", required=True, help='"-" reads stdin, less its last newline')
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", help="directory, hub id or known name; default: smollm2")
+    group.add_argument("--draft-model", help="likewise; default: the head known for the model")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    group = parser.add_argument_group("prompt")
+    group.add_argument("--system", metavar="TEXT", help="system prompt")
+    group.add_argument("--enable-thinking", action="store_true", help="where the chat template has this mode")
+    group.add_argument("--raw", action="store_true", help="continue the prompt, no chat template")
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--max-new-tokens", type=count, default=256, metavar="N", help="default: %(default)s")
+    group.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="default: 0, greedy")
+    group.add_argument("--top-k", type=at_least_one, metavar="K")
+    group.add_argument("--top-p", type=fraction, metavar="P")
+    group.add_argument("--seed", type=seed, default=0)
+    group.add_argument("--method", choices=METHODS, default="cast", help="default: %(default)s")
+    group.add_argument("--width", type=count, default=15, metavar="N",
+                       help="nodes of cast's tree; default: %(default)s")
+    group.add_argument("--rank-cap", type=rank_cap, default=8, metavar="K",
+                       help="tokens kept at each depth of the tree, or none; default: %(default)s")
+    group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
+    group.add_argument("--attention", choices=("sdpa", "static"), default="sdpa")
+    group = parser.add_argument_group("output")
+    group.add_argument("--show-tree", action="store_true", help="each round's packed tree, then the text")
+    group.add_argument("--compare", action="store_true", help="all methods on the prompt, side by side")
+    group.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    arguments = parser.parse_args(argv)
+
+    if arguments.raw and (arguments.system is not None or arguments.enable_thinking):
+        parser.error("--raw uses no chat template, so --system and --enable-thinking have no place in it")
+    if arguments.show_tree and (arguments.json or arguments.compare):
+        parser.error("--show-tree goes with neither --json nor --compare")
+    return arguments
+
+
+def encode_prompt(arguments: argparse.Namespace, tokenizer) -> list[int]:
+    from model.errors import UsageError
+
+    text = arguments.prompt
+    if text == "-":
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"--prompt -: stdin is not UTF-8 at byte {error.start}") from error
+    if arguments.raw:
+        return tokenizer.encode(text)
+    return tokenizer.encode_chat(text, system=arguments.system, enable_thinking=arguments.enable_thinking)
+
+
+def decode_prompt(decoder, tokenizer, prompt_ids: list[int], arguments, options: dict, screen):
+    """Decode and show the answer as it comes. Ctrl-C ends it early."""
+    from minicast.terminal import GREEN, PLAIN, Answer, tree_lines
+
+    answer = Answer(arguments.method, arguments.width, len(prompt_ids))
+    live = not (arguments.json or arguments.show_tree)
+    text = tokenizer.stream()
+
+    def show(piece: str, style: str) -> None:
+        answer.pieces.append((piece, style))
+        if live:
+            screen.write(piece, style)
+
+    try:
+        for step in decoder.stream(prompt_ids, method=arguments.method, width=arguments.width, **options):
+            # A character that spans tokens appears, and is coloured, with its last one.
+            show(text.push(step.token_ids[: step.accepted]), GREEN)
+            show(text.push(step.token_ids[step.accepted :]), PLAIN)
+            if not step.prefill:
+                answer.accepted.append(step.accepted)
+            if arguments.show_tree:
+                for line, style in tree_lines(step, len(answer.accepted), tokenizer.token_text):
+                    screen.write(line + "\n", style)
+        answer.stop_reason = decoder.output.stop_reason
+    except KeyboardInterrupt:
+        answer.stop_reason = "interrupted"
+    finally:
+        show(text.finish(), PLAIN)
+        screen.end_line()
+    answer.output = decoder.output
+    return answer
+
+
+def compare_methods(decoder, tokenizer, prompt_ids: list[int], arguments, options: dict, screen) -> int:
+    """All methods on one prompt: the text, then a line for each."""
+    from minicast import bench, figures
+
+    arms = [bench.Arm(method, arguments.width if method == "cast" else 0) for method in METHODS]
+    bench.warm_up(decoder, arms, prompt_ids, options)
+    records = bench.contest(decoder, arms, prompt_ids, options)
+    if arguments.json:
+        screen.write(json.dumps(figures.comparison(records)) + "\n")
+    else:
+        screen.write(tokenizer.decode(records[0].output.token_ids))
+        screen.end_line()
+        for line in figures.comparison_lines(records):
+            screen.write(line + "\n")
+    return 1 if any(bench.is_failure(record.departure, decoder.target.dtype) for record in records) else 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from minicast.command import Choice, Placement, peak_memory
+    from minicast.decode import Decoder
+    from minicast.terminal import Screen
+
+    placement = Placement.choose(arguments.device, arguments.dtype)
+    autoregressive = arguments.method == "ar" or (arguments.method == "cast" and arguments.width == 0)
+    drafts = arguments.compare or not autoregressive
+    choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
+    if drafts and choice.pair and choice.pair.thinking != arguments.enable_thinking:
+        mode = "with" if choice.pair.thinking else "without"
+        hint = f"the head of {choice.pair.name} was trained {mode} --enable-thinking: expect short rounds"
+        print(f"run.py: {hint}", file=sys.stderr)
+    tokenizer = choice.tokenizer()
+    prompt_ids = encode_prompt(arguments, tokenizer)
+    target, draft = choice.load(placement)
+    decoder = Decoder(target, draft, attention=arguments.attention)
+    options = {
+        name: getattr(arguments, name)
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "rank_cap", "verifier")
+    } | {"stop_ids": tokenizer.stop_ids}
+    screen = Screen()
+    if arguments.compare:
+        return compare_methods(decoder, tokenizer, prompt_ids, arguments, options, screen)
+
+    answer = decode_prompt(decoder, tokenizer, prompt_ids, arguments, options, screen)
+    if arguments.json:
+        memory = peak_memory(placement.device)
+        where = {"weights": choice.source(), "placement": str(placement), "peak_memory_bytes": memory}
+        screen.write(json.dumps(answer.figures() | where) + "\n")
+    else:
+        if arguments.show_tree:
+            for piece, style in answer.pieces:
+                screen.write(piece, style)
+            screen.end_line()
+        memory = f"memory   {peak_memory(placement.device) / 1e6:.0f} MB at peak"
+        for line in [*answer.lines(), memory, f"weights  {choice.source()}; {placement}"]:
+            print(line, file=sys.stderr)
+    return INTERRUPTED if answer.stop_reason == "interrupted" else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    try:
+        from minicast.command import guarded  # imports torch, so --help and a wrong flag do not wait for it
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ModuleNotFoundError as error:
+        print(f"run.py: {error.name} is not installed: pip install -r requirements.txt", file=sys.stderr)
+        return 1
+    return guarded("run.py", lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,483 @@
+"""run.py from the flag to the last line on stderr, on a tiny random model with a tokenizer of bytes.
+
+Nothing here is random but the models' weights, which have fixed seeds.
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import run
+from graphs.masks import BODIES
+from minicast import command
+from minicast.decode import METHODS, Decoder, Output, Round
+from minicast.terminal import DIM, GREEN, PLAIN, RESET, Answer, Screen, tree_lines
+from minicast.tree import Tree
+from model import load_draft, load_target, load_tokenizer
+from tiny import write_tiny_draft, write_tiny_target
+
+ROOT = Path(run.__file__).parent
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if enable_thinking %}<think>{% endif %}"
+)
+
+
+def write_byte_tokenizer(directory: Path) -> None:
+    """A tokenizer of 256 tokens, one a byte, with a chat template that shows all it is given."""
+    # Byte-level BPE writes each byte as one printable character: itself where it is one, else from 256 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []}
+    around = {"pre_tokenizer": byte_level, "decoder": byte_level}
+    tokenizer = {"version": "1.0", "added_tokens": [], **around, "model": model}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Directories of a tiny target and its head."""
+    directory = tmp_path_factory.mktemp("models")
+    target = write_tiny_target(directory / "target", max_position_embeddings=256)
+    write_byte_tokenizer(target)
+    return str(target), str(write_tiny_draft(directory / "draft", max_position_embeddings=256))
+
+
+@pytest.fixture
+def cli(models, capsys):
+    """Run the command line on the tiny model -> exit status, stdout, stderr."""
+
+    def call(*flags: str) -> tuple[int, str, str]:
+        try:
+            status = run.main(["-p", "hello", "--model", models[0], "--draft-model", models[1], *flags])
+        except SystemExit as stop:
+            status = stop.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    """What reaches `Decoder.stream`: a dict filled when it is called; nothing is decoded."""
+    seen = {}
+
+    def stream(self, prompt_ids, **options):
+        seen.update(options, prompt_ids=prompt_ids, decoder=self)
+        return iter(())
+
+    monkeypatch.setattr(Decoder, "stream", stream)
+    return seen
+
+
+# Flags
+
+@pytest.mark.parametrize(
+    "flag, values",
+    [
+        ("--temperature", ["-1", "nan", "inf", "-inf", "hot"]),
+        ("--top-p", ["0", "-0.1", "1.5", "nan"]),
+        ("--top-k", ["-5", "0", "1.5"]),
+        ("--max-new-tokens", ["-1", "x"]),
+        ("--width", ["-1", "wide"]),
+        ("--rank-cap", ["0", "-2", "all"]),
+        ("--seed", ["-1", str(2**63)]),
+        ("--method", ["beam"]),
+        ("--verifier", ["lucky"]),
+        ("--attention", ["flush"]),
+        ("--dtype", ["int4"]),
+        ("--device", ["toaster", "meta", "cuda:99"]),
+    ],
+)
+def test_refuses_bad_values_before_loading(cli, monkeypatch, flag, values):
+    """A bad value is exit status 2 and one line that names the flag, and no weights are loaded for it."""
+    monkeypatch.setattr(command, "load_target", lambda *_, **__: pytest.fail("weights were loaded"))
+    for value in values:
+        status, out, err = cli(flag, value)
+        assert (status, out) == (2, "") and flag in err and err.count("\n") == 1 and err.startswith("run.py: ")
+
+
+@pytest.mark.parametrize(
+    "flags", [("--raw", "--system", "be brief"), ("--raw", "--enable-thinking"), ("--show-tree", "--json")]
+)
+def test_refuses_flags_that_would_be_ignored(cli, flags):
+    status, _, err = cli(*flags)
+    assert status == 2 and all(flag in err for flag in flags if flag.startswith("--"))
+
+
+def test_help_and_usage_errors_do_not_import_torch():
+    """Importing torch takes seconds, which --help and a typing error should not."""
+    code = (
+        "import sys, run\n"
+        "for flags in (['--help'], ['-p', 'x', '--temperature', '-1'], ['--raw']):\n"
+        "    try: run.main(flags)\n"
+        "    except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'minicast' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_choices_are_what_the_decoder_offers():
+    """The parser lists them itself, so as not to import them."""
+    choices = {action.dest: action.choices for action in parser_actions()}
+    assert set(choices["method"]) == set(METHODS) and set(run.METHODS) == set(METHODS)
+    assert set(choices["attention"]) == set(BODIES)
+    assert set(choices["dtype"]) == {"auto", *command.DTYPES}
+
+
+DECODING = [  # flags, the option that must reach the decoder, its value there
+    (("--method", "dflash"), "method", "dflash"),
+    (("--width", "3"), "width", 3),
+    (("--max-new-tokens", "7"), "max_new_tokens", 7),
+    (("--temperature", "0.5"), "temperature", 0.5),
+    (("--top-k", "9"), "top_k", 9),
+    (("--top-p", "0.3"), "top_p", 0.3),
+    (("--seed", "11"), "seed", 11),
+    (("--rank-cap", "2"), "rank_cap", 2),
+    (("--rank-cap", "none"), "rank_cap", None),
+    (("--verifier", "stochastic"), "verifier", "stochastic"),
+]
+
+
+@pytest.mark.parametrize("flags, option, value", DECODING)
+def test_flag_reaches_the_decoder(cli, spy, flags, option, value):
+    """A flag that is parsed and then forgotten changes nothing, and nobody notices."""
+    assert cli()[0] == 0
+    default = spy[option]
+    assert cli(*flags)[0] == 0
+    assert spy[option] == value and default != value
+
+
+def test_defaults_reach_the_decoder(cli, spy):
+    cli()
+    expected = dict(method="cast", width=15, max_new_tokens=256, temperature=0.0, top_k=None, top_p=None, seed=0)
+    assert {name: spy[name] for name in expected} == expected
+    assert (spy["rank_cap"], spy["verifier"], tuple(spy["stop_ids"])) == (8, "direct", ())
+
+
+def test_attention_flag_reaches_the_decoder(cli, spy):
+    for name, body in BODIES.items():
+        cli("--attention", name)
+        assert isinstance(spy["decoder"].body, body)
+
+
+def test_prompt_flags_reach_the_template(cli, spy, models, monkeypatch):
+    tokenizer = load_tokenizer(models[0])
+    cases = {
+        (): "<user>hello",
+        ("--system", "be brief"): "<system>be brief<user>hello",
+        ("--enable-thinking",): "<user>hello<think>",
+        ("--raw",): "hello",
+    }
+    for flags, text in cases.items():
+        cli(*flags)
+        assert spy["prompt_ids"] == tokenizer.encode(text)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("two\nlines é\n\n".encode())))
+    cli("-p", "-", "--raw")
+    assert spy["prompt_ids"] == tokenizer.encode("two\nlines é\n")
+
+
+def test_model_flags_reach_the_loaders(cli, spy, models, monkeypatch):
+    """Name, dtype and device go to both loaders; a method that never drafts loads no head."""
+    loaded = []
+
+    def watch(kind, load):
+        def watched(name, dtype, device, progress):
+            loaded.append((kind, name, dtype, str(device)))
+            return load(name, dtype, device, progress)
+
+        return watched
+
+    monkeypatch.setattr(command, "load_target", watch("target", load_target))
+    monkeypatch.setattr(command, "load_draft", watch("draft", load_draft))
+    cli("--device", "cpu", "--dtype", "bfloat16")
+    assert loaded == [(kind, name, torch.bfloat16, "cpu") for kind, name in zip(("target", "draft"), models)]
+    for flags in (("--method", "ar"), ("--width", "0")):
+        loaded.clear()
+        assert cli("--device", "cpu", *flags)[0] == 0
+        assert loaded == [("target", models[0], torch.float32, "cpu")]
+
+
+def parser_actions():
+    """The parser's actions, caught where parsing would begin."""
+    caught = []
+
+    class Caught(run.Parser):
+        def parse_args(self, argv):
+            caught.extend(self._actions)
+            return super().parse_args(["-p", ""])
+
+    parser, run.Parser = run.Parser, Caught
+    try:
+        run.parse_arguments([])
+    finally:
+        run.Parser = parser
+    return caught
+
+
+def test_every_flag_has_a_spy():
+    """A flag that is added without a test above, or below for the output's, fails here."""
+    watched = {option for _, option, _ in DECODING} | {"attention", "prompt", "system", "enable_thinking", "raw"}
+    watched |= {"model", "draft_model", "device", "dtype", "show_tree", "compare", "json", "help"}
+    assert {action.dest for action in parser_actions()} == watched
+
+
+# Text
+
+@pytest.fixture(scope="module")
+def expected(models):
+    """The text of 40 greedy tokens after "hello", and their ids, by the decoder itself."""
+    tokenizer = load_tokenizer(models[0])
+    output = Decoder(load_target(models[0])).generate(tokenizer.encode("hello"), method="ar", max_new_tokens=40)
+    return tokenizer.decode(output.token_ids), output.token_ids
+
+
+def with_newline(text: str) -> str:
+    return text if text.endswith("\n") else text + "\n"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_streams_the_decoded_text(cli, expected, method):
+    """Pieces that hold back half characters still add up to the whole; stderr has the figures, with both R's."""
+    status, out, err = cli("--raw", "--max-new-tokens", "40", "--method", method)
+    assert (status, out) == (0, with_newline(expected[0]))
+    for word in ("prompt ", "tok/s", "ms a token", "committed", "accepted", "lengths", "peak", "stopped: length"):
+        assert word in err
+    assert f"of {method}" in err and "Traceback" not in err and "\033" not in out + err
+
+
+def test_json_is_one_object(cli, expected, models):
+    status, out, err = cli("--raw", "--max-new-tokens", "40", "--json")
+    answer = json.loads(out)
+    assert status == 0 and err == "" and (answer["text"], answer["token_ids"]) == expected
+    assert sum(answer["round_lengths"]) == 39 and len(answer["widths"]) == len(answer["round_lengths"])
+    assert [R - 1 for R in answer["round_lengths"]][:-1] == answer["accepted"][:-1]  # the last round may be cut
+    assert answer["method"] == "cast" and answer["stop_reason"] == "length" and models[0] in answer["weights"]
+    assert answer["ms_per_token"] == pytest.approx(answer["decode_seconds"] * 1e3 / 40)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_exact_number_of_tokens(cli, count):
+    """No token asked for is no text and success, not an error or a division by zero."""
+    status, out, _ = cli("--raw", "--max-new-tokens", str(count), "--json")
+    assert status == 0 and len(json.loads(out)["token_ids"]) == count
+    if count == 0:
+        assert cli("--raw", "--max-new-tokens", "0")[:2] == (0, "")
+
+
+def test_user_errors_are_one_line(cli):
+    """Exit status 2 for a request that cannot be served, 1 for a failure at run time; never a traceback."""
+    cases = [
+        (("-p", "x" * 300, "--raw"), 2, "256"),
+        (("-p", "", "--raw"), 2, "no tokens"),
+        (("--model", "/nowhere/at/all"), 1, "/nowhere/at/all"),
+    ]
+    for flags, expected_status, word in cases:
+        status, out, err = cli(*flags)
+        assert (status, out) == (expected_status, "") and word in err and err.count("\n") == 1
+
+
+def test_target_without_known_head(capsys, models):
+    """The way out is in the message, and AR needs no head."""
+    assert run.main(["-p", "x", "--model", models[0]]) == 2
+    assert "--draft-model" in capsys.readouterr().err
+    assert run.main(["-p", "x", "--model", models[0], "--method", "ar", "--max-new-tokens", "2"]) == 0
+
+
+def test_warnings_are_one_line(cli):
+    """A width above the widest tree is clamped, and says so without a line of source."""
+    status, _, err = cli("--raw", "--width", "1000", "--max-new-tokens", "3")
+    assert status == 0 and err.splitlines()[0].startswith("run.py: ") and "127" in err.splitlines()[0]
+
+
+def test_interrupt_keeps_what_came(cli, expected, monkeypatch):
+    """Ctrl-C mid-stream: the text so far, a line end, the figures, and no traceback."""
+    stream = Decoder.stream
+
+    def interrupted(self, *arguments, **options):
+        for number, step in enumerate(stream(self, *arguments, **options)):
+            if number == 6:
+                raise KeyboardInterrupt
+            yield step
+
+    monkeypatch.setattr(Decoder, "stream", interrupted)
+    status, out, err = cli("--raw", "--max-new-tokens", "40", "--method", "ar")
+    assert status == 130 and out.endswith("\n") and "stopped: interrupted" in err and "Traceback" not in err
+    assert expected[0].startswith(out[:3]) and 0 < len(out.strip()) < len(expected[0])
+    status, out, _ = cli("--raw", "--max-new-tokens", "40", "--method", "ar", "--json")
+    assert status == 130 and json.loads(out)["stop_reason"] == "interrupted"
+
+
+def test_interrupt_while_loading(cli, monkeypatch):
+    def load_target(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "load_target", load_target)
+    status, out, err = cli()
+    assert (status, out) == (130, "") and "Traceback" not in err
+
+
+def test_closed_pipe_is_quiet(models, monkeypatch, capsys):
+    """`run.py ... | head -1`: the reader goes away, and so does the program, without a word."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        flags = ["-p", "hello", "--raw", "--model", models[0], "--method", "ar", "--max-new-tokens", "9"]
+        assert run.main(flags) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_program_in_an_ascii_terminal(models):
+    """The whole program in its own process: characters that stdout lacks do not end it, side rooms stay closed."""
+    code = (
+        "import sys, run\n"
+        "status = run.main(sys.argv[1:])\n"
+        "sys.exit(status or 'minicast.bench' in sys.modules)"
+    )
+    flags = ["-p", "héé", "--raw", "--model", models[0], "--method", "ar", "--max-new-tokens", "30"]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0 and b"?" in result.stdout and b"Traceback" not in result.stderr
+
+
+# What is shown
+
+class Tty(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_colours_only_on_a_terminal(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = {}
+    for name, stream, environment in (
+        ("terminal", Tty(), {}), ("pipe", io.StringIO(), {}), ("no colour", Tty(), {"NO_COLOR": "1"}),
+        ("empty", Tty(), {"NO_COLOR": ""}),
+    ):
+        with monkeypatch.context() as patch:
+            for variable, value in environment.items():
+                patch.setenv(variable, value)
+            screen = Screen(stream)
+            screen.write("a", GREEN)
+            screen.write("b", PLAIN)
+            screen.write("", DIM)
+            shown[name] = stream.getvalue()
+    coloured = f"{GREEN}a{RESET}b"
+    assert shown == {"terminal": coloured, "pipe": "ab", "no colour": "ab", "empty": coloured}
+
+
+def test_accepted_tokens_are_green_and_own_ones_plain(models, monkeypatch):
+    """The colour of every character is that of its token, by the rounds themselves."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    target, draft, tokenizer = load_target(models[0]), load_draft(models[1]), load_tokenizer(models[0])
+    ascii_only = [Round([97]), Round([98, 99, 100], accepted=2, tree=no_nodes()), Round([101], tree=no_nodes())]
+    decoder = Decoder(target, draft)
+    monkeypatch.setattr(Decoder, "stream", lambda self, prompt_ids, **options: iter(ascii_only))
+    stream = Tty()
+    arguments = run.parse_arguments(["-p", ""])
+    answer = run.decode_prompt(decoder, tokenizer, [1], arguments, {}, Screen(stream))
+    assert stream.getvalue() == f"a{GREEN}bc{RESET}de\n"
+    assert answer.text == "abcde" and answer.accepted == [2, 0]
+
+
+def test_unprintable_characters_are_replaced():
+    raw = io.BytesIO()
+    screen = Screen(io.TextIOWrapper(raw, encoding="ascii"))
+    screen.write("naïve ✓")
+    screen.end_line()
+    assert raw.getvalue() == b"na?ve ?\n"
+
+
+def no_nodes() -> Tree:
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Tree(nothing, nothing, nothing, torch.empty(0))
+
+
+def test_tree_lines_mark_the_accepted_path():
+    """Nodes stand under their parents whatever their order in the pack; only emitted nodes count as accepted."""
+    tree = Tree(
+        tokens=torch.tensor([10, 11, 12, 13]),
+        parents=torch.tensor([-1, -1, 0, 1]),
+        depths=torch.tensor([1, 1, 2, 2]),
+        log_mass=torch.tensor([0.5, 0.25, 0.2, 0.125]).log(),
+    )
+    step = Round([11, 13, 7], accepted=2, tree=tree, path=[0, 2, 4])
+    head, *lines = tree_lines(step, 3, str)
+    assert head[0].startswith("round 3: N = 4, R = 3, accepted 2")
+    assert [(line.split(), style) for line, style in lines] == [
+        (["0.5000", "1", "'10'"], DIM),
+        (["0.2000", "2", "'12'"], DIM),
+        (["0.2500", "1", "+", "'11'"], GREEN),
+        (["0.1250", "2", "+", "'13'"], GREEN),
+    ]
+    cut = Round([11], accepted=1, tree=tree, path=[0, 2, 4], stop_reason="eos")
+    assert [style for _, style in tree_lines(cut, 1, str)] == [PLAIN, DIM, DIM, GREEN, DIM]
+
+
+def test_show_tree_lists_every_round(cli, expected):
+    status, out, _ = cli("--raw", "--max-new-tokens", "40", "--width", "5", "--show-tree")
+    blocks = out.split("round ")[1:]
+    assert status == 0 and out.endswith(with_newline(expected[0]))
+    assert all("N = 5, R = " in block for block in blocks)
+    nodes = [line for line in out.splitlines() if line[:8].strip().startswith("0.") and line.endswith("'")]
+    assert len(nodes) == 5 * len(blocks)
+
+
+def test_figures_of_an_answer():
+    """Both R's and the histogram, from known rounds."""
+    output = Output([1, 2, 3, 4, 5, 6, 7], [3, 1, 2], [15, 15, 15], "eos", 0.5, 1.4, 2.0)
+    answer = Answer("cast", 15, 10, output, [2, 0, 2], [("ab", GREEN), ("c", PLAIN)], "eos")
+    text = "\n".join(answer.lines())
+    for words in (
+        "10 tokens, 0.50 s, 20.0 tok/s", "7 tokens, 1.40 s, 5.0 tok/s, 200.0 ms a token", "3 of cast (N = 15)",
+        "2.00 tokens committed", "1.33 of them accepted", "1: 1  2: 1  3: 1", "stopped: eos",
+    ):
+        assert words in text
+    assert answer.figures()["mean_committed_per_round"] == 2 and answer.text == "abc"
+
+
+def test_compare_prints_all_methods(cli, expected):
+    status, out, _ = cli("--raw", "--max-new-tokens", "40", "--compare")
+    text, table = out.split("method  ")
+    assert status == 0 and text == with_newline(expected[0])
+    rows = [line.split() for line in table.splitlines()[1:]]
+    assert [row[0] for row in rows] == list(METHODS) and all(row[-1] == "equal" for row in rows)
+    status, out, _ = cli("--raw", "--max-new-tokens", "9", "--compare", "--json")
+    records = json.loads(out)
+    assert status == 0 and [record["output"]["token_ids"] for record in records] == [expected[1][:9]] * 3
+    assert cli("--raw", "--max-new-tokens", "0", "--compare")[0] == 0
+
+
+def test_compare_fails_on_a_real_departure(cli, monkeypatch):
+    """A tree that gives other tokens at a wide gap is a bug, and the exit status says so."""
+    from minicast import decode
+
+    true_walk = decode.walk
+
+    def wrong(tokens, parents, visible, choices, depth):
+        return true_walk(tokens, parents, visible, (choices + (len(tokens) > 1)) % 256, depth)
+
+    monkeypatch.setattr(decode, "walk", wrong)
+    status, out, _ = cli("--raw", "--max-new-tokens", "9", "--compare")
+    assert status == 1 and "the top-two gap there is" in out
+
+
+@pytest.mark.real
+def test_default_model_answers(capsys):
+    """The README's command on the default model."""
+    assert run.main(["-p", "What is the capital of France?", "--max-new-tokens", "16"]) == 0
+    captured = capsys.readouterr()
+    assert "Paris" in captured.out and "SmolLM2-135M-Instruct" in captured.err
