@@ -1,0 +1,384 @@
+"""What a DFlash head learns from: answers of the target itself, and what the target computed while reading them.
+
+Three steps, each resumable, so that a run can be killed at any moment:
+
+1. prompts: JSONL files, one prompt a line
+2. responses: the target's greedy answers, a JSONL of [prompt ids, response ids]. Only the target's own text will do:
+   the head is asked what the target says next, not what somebody else would
+3. features: one pass of the target over each answer gives the tap features that the head reads and the target's
+   most probable tokens at each position, which the head learns from; kept in one file an answer
+
+From them it makes batches. A file of prompts or responses is a domain: training draws from all domains alike, and
+held-out R is told for each. The labels of a position are half the token that came and half what the target held
+probable there: the first says what greedy acceptance asks, the second how sure the target was, which is what a tree
+ranks by. The softmax of the loss runs over the tokens that occur in the answers, a sixth of the vocabulary.
+"""
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.errors import UserError
+from model.transformer import KVCache, Target, Window
+
+PROMPT_KEYS = ("prompt", "question", "text", "problem", "turns")
+LABELS = 32  # most probable tokens kept at each position
+HARD = 0.5  # share of a label that lies on the token that came
+DECAY = 0.75  # weight of a depth relative to the one before: a token counts only if all before it were accepted
+PAD = 64  # contexts are padded to a multiple, so that a compiled pass meets few shapes
+
+
+@dataclass(frozen=True)
+class Example:
+    """One answer of the target.
+
+    Attributes:
+        prompt: token ids as the target saw them, chat template included
+        response: token ids it answered, EOS included if reached
+        domain: which file it came from
+    """
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    domain: str
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + self.response
+
+
+def read_lines(file: str | Path) -> list:
+    """The JSON values of a JSONL file. A last line that was cut by a kill is left out."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
+        if lines[-1] and not _is_json(lines[-1]):
+            lines.pop()
+        return [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as JSONL ({error}): one JSON value a line is expected") from error
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def read_prompts(file: str | Path) -> list[str]:
+    """The prompts of a JSONL file: strings, or objects with one of PROMPT_KEYS; of several turns the first."""
+    prompts = []
+    for number, line in enumerate(read_lines(file), 1):
+        if isinstance(line, dict):
+            line = next((line[key] for key in PROMPT_KEYS if key in line), None)
+        if isinstance(line, list) and line:
+            line = line[0]
+        if not isinstance(line, str):
+            raise UserError(f"{file}, line {number}: no prompt; give one of {', '.join(PROMPT_KEYS)}")
+        prompts.append(line)
+    return prompts
+
+
+def read_responses(file: str | Path) -> list[Example]:
+    """The answers in a JSONL file of [prompt ids, response ids]."""
+    examples = []
+    for number, line in enumerate(read_lines(file), 1):
+        try:
+            prompt, response = (tuple(int(token) for token in part) for part in line)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{file}, line {number}: not [prompt ids, response ids]") from error
+        examples.append(Example(prompt, response, Path(file).stem))
+    return examples
+
+
+@torch.no_grad()
+def answer(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    file: str | Path,
+    stop_ids: Iterable[int],
+    max_new_tokens: int = 160,
+    batch: int = 96,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Append the target's greedy answers to those of `prompts` (token ids) that `file` has no answer to yet.
+
+    Prompts of like length go together, padded on the left: rotary positions are relative, so one position a column
+    serves every row. Rows that have ended leave the batch when a quarter of it has.
+    """
+    file = Path(file)
+    whole = read_responses(file) if file.exists() else []
+    lines = "".join(answer_line(example.prompt, example.response) for example in whole)  # less one that was cut
+    replace(file, lambda path: path.write_text(lines, encoding="utf-8"))
+    answered = {example.prompt for example in whole}
+    fitting = {tuple(prompt) for prompt in prompts if len(prompt) + max_new_tokens <= target.context}
+    todo = sorted(fitting - answered, key=lambda prompt: (len(prompt), prompt))
+    batches = [todo[start : start + batch] for start in range(0, len(todo), batch)]
+    random.Random(0).shuffle(batches)  # so that what an interrupted run leaves holds all lengths
+    done, total = len(answered), len(answered) + len(todo)
+    for rows in batches:
+        responses = _answer_batch(target, rows, set(stop_ids), max_new_tokens)
+        with open(file, "a", encoding="utf-8") as out:
+            out.writelines(map(answer_line, rows, responses))
+        done += len(rows)
+        if progress:
+            progress(done, total)
+
+
+def replace(path: Path, write) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    half_written = path.with_name(f".{path.name}.{os.getpid()}")
+    write(half_written)
+    os.replace(half_written, path)
+
+
+def answer_line(prompt: Sequence[int], response: Sequence[int]) -> str:
+    """One line of a responses file."""
+    return json.dumps([list(prompt), list(response)]) + "\n"
+
+
+def _answer_batch(target: Target, prompts: list[tuple[int, ...]], stop: set[int], limit: int) -> list[list[int]]:
+    """Greedy answers to a batch of prompts."""
+    device, width = target.device, max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+    first = torch.tensor([width - len(p) for p in prompts], device=device)  # (B,) the first real column
+    cache = KVCache(target.config, width + limit, target.dtype, device, len(prompts))
+    columns = torch.arange(width + limit, device=device)
+    visible = columns >= first[:, None, None, None]  # (B, 1, 1, S)
+    own = torch.eye(width, dtype=torch.bool, device=device)  # a padding row sees itself, or its softmax is over nothing
+    causal = columns[:width, None] >= columns[:width]
+    mask = visible[..., :width] & causal | own
+    hidden, _ = target(padded, cache, Window(columns[:width], columns[:width], mask, width))
+    responses, alive = [[] for _ in prompts], list(range(len(prompts)))
+    for live in range(width + 1, width + limit + 1):
+        tokens = target.logits(hidden[:, -1]).argmax(-1)
+        kept = []  # rows of the batch that go on
+        for row, token in enumerate(tokens.tolist()):
+            response = responses[alive[row]] if alive[row] is not None else None
+            if response is None:
+                continue
+            response.append(token)
+            if token in stop:
+                alive[row] = None
+            else:
+                kept.append(row)
+        if not kept or live == width + limit:
+            return responses
+        if len(kept) <= 0.75 * len(alive):
+            index = torch.tensor(kept, device=device)
+            alive, tokens, visible = [alive[row] for row in kept], tokens[index], visible[index]
+            cache.data = cache.data[:, :, index]
+            cache.layers = [(layer[0], layer[1]) for layer in cache.data]
+        slot = columns[live - 1 : live]
+        hidden, _ = target(tokens[:, None], cache, Window(slot, slot, visible[..., :live], live))
+    return responses
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the target computed while reading prompt and response, T tokens of which the last n are the response.
+
+    Attributes:
+        features: (T, F) bfloat16, outputs of the tap layers
+        label_ids: (n, K) int32, the K tokens that the target found most probable at each response position
+        label_probs: (n, K) float16, their probabilities
+    """
+
+    features: Tensor
+    label_ids: Tensor
+    label_probs: Tensor
+
+
+class ReadingCache:
+    """Readings of one target, computed when first asked for and then kept, one file each.
+
+    `identity` names what a reading depends on besides its tokens and the taps: the target.
+    """
+
+    def __init__(self, directory: str | Path, target: Target, taps: Sequence[int], identity: str):
+        self.directory, self.target, self.taps = Path(directory), target, tuple(taps)
+        self.identity = f"{identity} {self.taps} {LABELS}"
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def path(self, example: Example) -> Path:
+        """Where the reading of `example` is kept."""
+        key = f"{self.identity} {len(example.prompt)} {example.tokens}"
+        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.safetensors"
+
+    def __contains__(self, example: Example) -> bool:
+        return self.path(example).exists()
+
+    def get(self, example: Example) -> Reading:
+        """The reading of `example`, on the CPU."""
+        if example not in self:
+            reading = read(self.target, example, self.taps)
+            replace(self.path(example), lambda path: save_file(vars(reading), path))
+        with safe_open(self.path(example), framework="pt") as file:
+            return Reading(**{name: file.get_tensor(name) for name in file.keys()})
+
+
+@torch.no_grad()
+def read(target: Target, example: Example, taps: Sequence[int]) -> Reading:
+    """One pass of the target over prompt and response."""
+    tokens = torch.tensor([example.tokens], device=target.device)
+    positions = torch.arange(tokens.shape[1], device=target.device)
+    hidden, features = target(tokens, None, Window(positions, positions), taps)
+    rows = hidden[0, len(example.prompt) - 1 : -1]  # the row before a position predicts it
+    top = torch.softmax(target.logits(rows).float(), -1).topk(min(LABELS, target.vocab_size))
+    return Reading(features[0].bfloat16().cpu(), top.indices.int().cpu(), top.values.half().cpu())
+
+
+# ---- what a step sees ----
+
+
+@dataclass(frozen=True)
+class LossHead:
+    """The LM head's rows of the tokens that the loss knows.
+
+    Attributes:
+        weight: (V', H) frozen
+        row: (V,) int64, a token's row in `weight`, -1 where it has none
+    """
+
+    weight: Tensor
+    row: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, tokens: set[int]) -> "LossHead":
+        """The rows of `tokens` in an LM head (V, H)."""
+        kept = torch.tensor(sorted(tokens))
+        row = torch.full((len(weight),), -1)
+        row[kept] = torch.arange(len(kept))
+        return cls(weight.detach()[kept.to(weight.device)], row)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Blocks of one step.
+
+    Attributes:
+        features: (B, T, F), zero after a sequence's end
+        roots, anchors: (B, A) token id and position of each block's root
+        labels, shares: (B, A, L, K + 1) rows of the loss head and their shares of the label
+        weights: (B, A, L), 0 past the end of an answer
+    """
+
+    features: Tensor
+    roots: Tensor
+    anchors: Tensor
+    labels: Tensor
+    shares: Tensor
+    weights: Tensor
+
+
+def make_batch(items: Sequence[tuple[Example, Reading, Tensor]], depth: int, head: LossHead, device) -> Batch:
+    """Blocks at `places` (A,), indices into the response, of each (example, reading, places)."""
+    length = max(len(example.prompt) + int(places.max()) for example, _, places in items)
+    length = -(-length // PAD) * PAD
+    columns = {name: [] for name in ("features", "roots", "anchors", "labels", "shares", "weights")}
+    for example, reading, places in items:
+        response = torch.tensor(example.response)
+        soft_rows = head.row[reading.label_ids.long()]  # (n, K)
+        soft = reading.label_probs.float() * (soft_rows >= 0)
+        soft *= (1 - HARD) / soft.sum(-1, keepdim=True).clamp_min(1e-6)
+        rows = torch.cat((soft_rows.clamp_min(0), head.row[response][:, None]), -1)
+        shares = torch.cat((soft, 1 - soft.sum(-1, keepdim=True)), -1)
+        ahead = places[:, None] + torch.arange(1, depth + 1)  # (A, L)
+        inside = ahead < len(response)
+        ahead = ahead.clamp_max(len(response) - 1)
+        known = reading.features[:length]
+        columns["features"].append(F.pad(known, (0, 0, 0, length - len(known))))
+        columns["roots"].append(response[places])
+        columns["anchors"].append(places + len(example.prompt))
+        columns["labels"].append(rows[ahead])
+        columns["shares"].append(shares[ahead])
+        columns["weights"].append(DECAY ** torch.arange(depth) * inside)
+    return Batch(**{name: torch.stack(parts).to(device) for name, parts in columns.items()})
+
+
+class Sampler:
+    """Draws sequences and anchors.
+
+    Domains are drawn equally often, so that a large one does not drown the others. The anchors of a sequence are dealt
+    from a shuffled deck, so that none comes twice before all came once. Sequences that are read already are drawn
+    from, the others join one every fourth step: training does not wait until all are read.
+    """
+
+    def __init__(self, examples: list[Example], cache: ReadingCache):
+        self.examples, self.cache = examples, cache
+        self.waiting = list(range(len(examples)))  # numbers of examples without a reading
+        self.pool: dict[str, list[int]] = {}  # numbers of those with one, by domain
+        self.decks: dict[int, list[int]] = {}
+        self.random, self.draws = random.Random(0), 0
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Let every sequence join whose reading is on disk."""
+        ready = [number for number in self.waiting if self.examples[number] in self.cache]
+        for number in ready:
+            self._join(number)
+
+    def _join(self, number: int) -> None:
+        self.waiting.remove(number)
+        self.pool.setdefault(self.examples[number].domain, []).append(number)
+
+    def draw(self, sequences: int, anchors: int) -> list[tuple[Example, Reading, Tensor]]:
+        """Each drawn sequence with its reading and `anchors` places (A,) in its response."""
+        self.draws += 1
+        if self.waiting and (self.draws % 4 == 0 or len(self.examples) - len(self.waiting) < sequences):
+            self.cache.get(self.examples[self.waiting[0]])
+            self._join(self.waiting[0])
+        drawn = self.random.choices(sorted(self.pool), k=sequences)
+        return [self._deal(self.random.choice(self.pool[domain]), anchors) for domain in drawn]
+
+    def _deal(self, number: int, anchors: int) -> tuple[Example, Reading, Tensor]:
+        example, deck = self.examples[number], self.decks.setdefault(number, [])
+        while len(deck) < anchors:
+            fresh = list(range(len(example.response) - 1))  # the last token has none after it
+            self.random.shuffle(fresh)
+            deck[:0] = fresh
+        return example, self.cache.get(example), torch.tensor([deck.pop() for _ in range(anchors)])
+
+    def state(self) -> dict:
+        """What a checkpoint keeps; the pool is found on disk again."""
+        return {"decks": self.decks, "draws": self.draws, "random": self.random.getstate()}
+
+    def load_state(self, state: dict) -> None:
+        self.decks, self.draws = state["decks"], state["draws"]
+        version, numbers, gauss = state["random"]
+        self.random.setstate((version, tuple(numbers), gauss))
+
+
+def interleave(examples: list[Example]) -> list[Example]:
+    """A fixed shuffle in which every stretch holds all domains in proportion."""
+    by_domain: dict[str, list[Example]] = {}
+    for example in examples:
+        by_domain.setdefault(example.domain, []).append(example)
+    placed = []
+    for group in by_domain.values():
+        random.Random(0).shuffle(group)
+        placed += [((index + 0.5) / len(group), example) for index, example in enumerate(group)]
+    return [example for _, example in sorted(placed, key=lambda pair: pair[0])]
+
+
+def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[Example]]:
+    """Examples to train on, and `held_out` of each domain to validate on; a prompt is on one side only."""
+    ordered = interleave(examples)
+    apart, count = set(), {}
+    for example in ordered:
+        count[example.domain] = count.get(example.domain, 0) + 1
+        if count[example.domain] <= held_out:
+            apart.add(example.prompt)
+    kept = [example for example in ordered if example.prompt not in apart]
+    return kept, [example for example in ordered if example.prompt in apart]

@@ -1,0 +1,413 @@
+"""Train a DFlash head for a target: python -m model.train_dflash --target T --prompts FILE... --out DIR
+
+The target answers the prompts, and the head learns to draft these answers: given the tap features before a position
+and the token at it (the root), the L tokens after it. Every position of an answer is such an anchor, and one pass
+trains many of them (model/train_head.py).
+
+The loss at depth j weighs DECAY^(j-1), since a later token counts only if all before it were accepted. Embedding and
+LM head are the target's and stay as they are. Progress is R, the tokens a round, on answers that are held out.
+
+Everything lies in `DIR.training` as it comes (answers, features, checkpoint), so the same command goes on where a
+killed run was. DIR gets the best head so far in the published format, with a model card. Runs on a CPU in float32, on
+a GPU compiled and under bfloat16 autocast. It trains no target.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.config import read_config, target_config
+from model.dflash import DraftHead
+from model.errors import UserError
+from model.hub import resolve
+from model.linear import Linear
+from model.tokenizer import load_tokenizer
+from model.train_data import (
+    Example,
+    LossHead,
+    Reading,
+    ReadingCache,
+    Sampler,
+    answer,
+    make_batch,
+    read_prompts,
+    read_responses,
+    replace,
+    split,
+)
+from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_config, loaded_head, save_head
+from model.train_prompts import TEMPLATES, template_prompts
+from model.transformer import Target
+from model.weights import load_weights
+
+BATCH = {"cpu": (4, 16), "cuda": (32, 32)}  # a step's sequences, and blocks of each
+WARMUP, FLOOR = 0.03, 0.02  # of the budget; of the rate
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
+VALIDATE_MINUTES, SAVE_MINUTES = 6.0, 2.0
+WIDTH = 15  # of the tree whose R is told
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: updates made
+        seconds: of training and validation, over all starts of the run
+        predicted: tokens that the loss was taken over
+        best: highest held-out R of the tree so far
+        curve: one entry a validation: minutes, steps, predicted, and R by domain and method
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    predicted: int = 0
+    best: float = 0.0
+    curve: list[dict] = field(default_factory=list)
+
+
+class Trainer:
+    """One run: the head, its optimizer, and what a checkpoint keeps of them."""
+
+    def __init__(
+        self,
+        draft: DraftHead,
+        target: Target,
+        head: LossHead,
+        sampler: Sampler,
+        held_out: list[Example],
+        out: Path,
+        minutes: float,
+        rate: float,
+    ):
+        self.draft, self.target, self.head, self.sampler, self.held_out = draft, target, head, sampler, held_out
+        self.out, self.budget, self.rate = out, minutes * 60, rate
+        self.progress = Progress()
+        draft.requires_grad_(True)
+        vectors = [p for p in draft.parameters() if p.ndim == 1]
+        matrices = [p for p in draft.parameters() if p.ndim > 1]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
+        kind = target.device.type
+        self.batch = BATCH[kind]
+        self.autocast = torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
+        self.block_states = torch.compile(block_states, dynamic=False) if kind == "cuda" else block_states
+
+    @property
+    def checkpoint(self) -> Path:
+        return work_directory(self.out) / "checkpoint.pt"
+
+    def learning_rate(self) -> float:
+        """Warm-up, then a cosine down to FLOOR; both go by the share of the budget that is used."""
+        part = min(self.progress.seconds / self.budget, 1.0)
+        cosine = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * part)) / 2
+        return self.rate * cosine * min(1.0, 0.02 + part / WARMUP)
+
+    def step(self) -> tuple[float, float]:
+        """One update. -> loss a token, and R of the chain on this step's blocks."""
+        depth = self.draft.block_size - 1
+        batch = make_batch(self.sampler.draw(*self.batch), depth, self.head, self.target.device)
+        weights = batch.weights / batch.weights.sum()
+        with self.autocast:
+            states = self.block_states(self.draft, self.target, batch.features, batch.roots, batch.anchors)
+            rows = (part.flatten(0, 2) for part in (batch.labels, batch.shares, weights))
+            loss, top = SoftCrossEntropy.apply(states.flatten(0, 2), self.head.weight, *rows)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), CLIP)
+        self.optimizer.step()
+        real = batch.weights > 0
+        self.progress.step += 1
+        self.progress.predicted += int(real.sum())
+        hits = (top.view_as(real) == batch.labels[..., -1]) & real
+        return loss.item(), 1 + hits.cumprod(-1).sum(-1).float().mean().item()
+
+    def validate(self) -> None:
+        """Held-out R of chain and tree, by domain and in all; the best head so far goes to `out`."""
+        lengths: dict[str, dict[str, list[int]]] = {"all": {"chain": [], "tree": []}}
+        for example in self.held_out:
+            rounds = replay(self.draft, self.target, example, self.sampler.cache.get(example))
+            own = lengths.setdefault(example.domain, {"chain": [], "tree": []})
+            for method, values in rounds.items():
+                own[method] += values
+                lengths["all"][method] += values
+        R = {domain: {m: sum(v) / len(v) for m, v in methods.items()} for domain, methods in lengths.items()}
+        progress = self.progress
+        minutes = round(progress.seconds / 60, 1)
+        progress.curve.append({"minutes": minutes, "steps": progress.step, "predicted": progress.predicted, "R": R})
+        if R["all"]["tree"] > progress.best:
+            progress.best = R["all"]["tree"]
+            save_head(self.draft, self.out)
+        replace(self.out / "README.md", lambda path: path.write_text(model_card(self)))
+        told = ", ".join(f"{domain} {r['chain']:.2f} / {r['tree']:.2f}" for domain, r in R.items())
+        tell(f"minute {minutes}, {progress.predicted} tokens predicted, R of chain / tree: {told}")
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        state = {
+            "draft": self.draft.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "sampler": self.sampler.state(),
+            "progress": dataclasses.asdict(self.progress),
+        }
+        replace(self.checkpoint, lambda path: torch.save(state, path))
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if there is one."""
+        if not self.checkpoint.exists():
+            return
+        state = torch.load(self.checkpoint, map_location=self.target.device, weights_only=True)
+        self.draft.load_state_dict(state["draft"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.sampler.load_state(state["sampler"])
+        self.progress = Progress(**state["progress"])
+        tell(f"going on at minute {self.progress.seconds / 60:.1f}")
+
+    def run(self) -> None:
+        """Train until the budget is used."""
+        progress = self.progress
+        if not progress.curve:
+            self.validate()
+        validate_every = min(VALIDATE_MINUTES * 60, self.budget / 4)
+        due, saved = progress.seconds + validate_every, progress.seconds
+        means = Means()
+        while progress.seconds < self.budget:
+            began, predicted = time.perf_counter(), progress.predicted
+            loss, chain = self.step()
+            elapsed = time.perf_counter() - began
+            progress.seconds += elapsed
+            means.add(loss=loss, chain=chain, tokens=progress.predicted - predicted, seconds=elapsed)
+            bar(progress.seconds / self.budget, f"step {progress.step}, {means}", self.budget - progress.seconds)
+            if progress.seconds >= min(due, self.budget):
+                began = time.perf_counter()
+                self.validate()
+                self.sampler.adopt()
+                took = time.perf_counter() - began
+                progress.seconds += took
+                due = progress.seconds + max(validate_every, 10 * took)  # not above a tenth of the time
+            if progress.seconds >= min(saved + SAVE_MINUTES * 60, self.budget):
+                self.save()
+                saved = progress.seconds
+                if not sys.stderr.isatty():
+                    tell(f"minute {saved / 60:.1f}, step {progress.step}, {means}")
+
+
+# ---- held-out R ----
+
+
+@torch.no_grad()
+def replay(draft: DraftHead, target: Target, example: Example, reading: Reading, width: int = WIDTH) -> dict:
+    """Tokens of each round if the decoder wrote the answer `example` again with this head: chain, and best tree.
+
+    Greedy decoding writes this answer whatever is drafted, so acceptance follows from the drafts alone and the target
+    need not run. -> {"chain": round lengths, "tree": round lengths}
+    """
+    from minicast.tree import best_first_tree, chain_tree  # the one thing here that knows trees
+
+    response, depth = example.response, draft.block_size - 1
+    states = all_states(draft, target, example, reading)
+    drafts: dict[int, Tensor] = {}  # log q (L, V) by place: chain and tree meet at most of them
+    rounds = {"chain": [], "tree": []}
+    for method, lengths in rounds.items():
+        place = 0
+        while place < len(response) - 1:
+            if place not in drafts:
+                drafts[place] = target.logits(states[place]).float().log_softmax(-1)
+            log_q = drafts[place]
+            tree = chain_tree(log_q, depth) if method == "chain" else best_first_tree(log_q, width, rank_cap=8)
+            ahead = response[place + 1 :]
+            lengths.append(min(walk(tree, ahead) + 1, len(ahead)))
+            place += lengths[-1]
+    return rounds
+
+
+def all_states(draft: DraftHead, target: Target, example: Example, reading: Reading) -> Tensor:
+    """Draft states (n - 1, L, H) at every place of the answer but the last, after which nothing comes."""
+    roots = torch.tensor([example.response[:-1]], device=target.device)
+    anchors = torch.arange(roots.shape[1], device=target.device)[None] + len(example.prompt)
+    features = reading.features[None].to(target.device)
+    parts = zip(roots.split(64, dim=1), anchors.split(64, dim=1))
+    return torch.cat([block_states(draft, target, features, *part)[0] for part in parts])
+
+
+def walk(tree, continuation: Sequence[int]) -> int:
+    """How many tokens of `continuation` are a path of the tree from its root."""
+    children = {pair: node for node, pair in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist()))}
+    node, accepted = -1, 0
+    while accepted < len(continuation) and (node, continuation[accepted]) in children:
+        node = children[node, continuation[accepted]]
+        accepted += 1
+    return accepted
+
+
+# ---- what is told ----
+
+
+class Means:
+    """Running means over about the last fifty steps."""
+
+    def __init__(self):
+        self.values: dict[str, float] = {}
+
+    def add(self, **values: float) -> None:
+        for name, value in values.items():
+            self.values[name] = value + 0.98 * (self.values.get(name, value) - value)
+
+    def __str__(self) -> str:
+        v = self.values
+        return f"loss {v['loss']:.2f}, chain R {v['chain']:.2f}, {v['tokens'] / v['seconds']:.0f} tokens/s"
+
+
+def bar(done: float, text: str, seconds_left: float | None = None) -> None:
+    """A progress bar, where standard error is a terminal."""
+    if sys.stderr.isatty():
+        left = "" if seconds_left is None else f", {seconds_left / 60:.0f} min left"
+        print(f"\r\x1b[K{'█' * round(20 * done):·<20} {text}{left}", end="", file=sys.stderr, flush=True)
+
+
+def tell(line: str) -> None:
+    """A line that stays; it takes the bar's place."""
+    print(f"\r\x1b[K{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
+
+
+def model_card(trainer: Trainer) -> str:
+    """What anybody who runs the head should know."""
+    config, progress, device = trainer.draft.config, trainer.progress, trainer.target.device
+    parameters = sum(p.numel() for p in trainer.draft.parameters()) / 1e6
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    sequences, anchors = trainer.batch
+    domains = list(progress.curve[-1]["R"])
+    rows = []
+    for entry in progress.curve:
+        R = (f"{entry['R'][domain]['chain']:.2f} / {entry['R'][domain]['tree']:.2f}" for domain in domains)
+        rows.append(f"| {entry['minutes']} | {entry['steps']} | {entry['predicted']} | {' | '.join(R)} |")
+    return "\n".join([
+        f"# {trainer.out.name}",
+        "",
+        f"A DFlash head: {config.layers} layers, block {config.block_size}, {parameters:.1f}M parameters, reads the"
+        f" outputs of target layers {', '.join(map(str, config.taps))}.",
+        "",
+        f"Trained by `python -m model.train_dflash` for {progress.seconds / 60:.0f} minutes on {hardware}:"
+        f" {progress.step} steps of {sequences} × {anchors} blocks, {progress.predicted} predicted tokens, from"
+        f" {len(trainer.sampler.examples)} greedy answers of the target.",
+        "",
+        f"R (tokens a round) on {len(trainer.held_out)} held-out answers, greedy, chain / tree of {WIDTH} nodes:",
+        "",
+        f"| minutes | steps | predicted tokens | {' | '.join(domains)} |",
+        "|" + "---|" * (3 + len(domains)),
+        *rows,
+        "",
+    ])  # fmt: skip
+
+
+# ---- the command ----
+
+
+def work_directory(out: Path) -> Path:
+    """Where answers, readings and checkpoint lie."""
+    return out.with_name(out.name + ".training")
+
+
+def gather_answers(target: Target, arguments: argparse.Namespace) -> list[Example]:
+    """The given responses, and the target's answers to the given prompts, which are written first."""
+    examples = [example for file in arguments.responses for example in read_responses(file)]
+    prompts = {Path(file).stem: read_prompts(file) for file in arguments.prompts}
+    if arguments.templates:
+        prompts |= {f"templates-{domain}": template_prompts(domain, arguments.templates) for domain in TEMPLATES}
+    for domain, texts in prompts.items():
+        file = work_directory(arguments.out) / f"{domain}.jsonl"
+
+        def progress(done: int, total: int, domain=domain):
+            bar(done / total, f"{domain}: {done} of {total} prompts answered")
+
+        tokenizer = load_tokenizer(arguments.target)
+        encoded = [tokenizer.encode_chat(text) for text in texts]
+        answer(target, encoded, file, tokenizer.stop_ids, arguments.max_new_tokens, progress=progress)
+        examples += read_responses(file)
+    examples = [example for example in examples if len(example.response) > 1]
+    if not examples:
+        raise UserError("nothing to learn from: give --prompts, --templates or --responses")
+    return examples
+
+
+def unused_token(examples: list[Example], vocab_size: int) -> int:
+    """The lowest token id that no text here holds: it stands for a position to be drafted."""
+    used = {token for example in examples for token in example.tokens}
+    return next(token for token in range(vocab_size) if token not in used)
+
+
+def prepare(arguments: argparse.Namespace) -> Trainer:
+    """Everything up to the first step."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    directory = resolve(arguments.target, "target")
+    config = target_config(read_config(directory), directory)
+    with torch.device("meta"):
+        target = Target(config)
+    load_weights(target, directory, dtype=dtype, device=device, tied=config.tied)
+    # Packing drops the plain weights: what training needs of them is taken first.
+    lm_head = target.lm_head.weight.detach()
+    if arguments.init:
+        draft = loaded_head(arguments.init, target)
+    else:
+        draft = fresh_head(head_config(target, arguments.layers, arguments.block), target)
+    for module in target.modules():
+        if isinstance(module, Linear):
+            module.pack()
+
+    work_directory(arguments.out).mkdir(parents=True, exist_ok=True)
+    examples = gather_answers(target, arguments)
+    if not arguments.init:
+        draft.config = dataclasses.replace(draft.config, mask_token_id=unused_token(examples, target.vocab_size))
+    train, held_out = split(examples, arguments.held_out)
+    if not train:
+        raise UserError(f"{len(examples)} answers are too few with {arguments.held_out} of each file held out")
+    head = LossHead.of(lm_head, {token for example in train for token in example.response})
+    readings = ReadingCache(work_directory(arguments.out) / "readings", target, draft.taps, arguments.target)
+    sampler = Sampler(train, readings)
+    return Trainer(draft, target, head, sampler, held_out, arguments.out, arguments.minutes, arguments.rate)
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m model.train_dflash", description="Train a DFlash head.")
+    parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
+    parser.add_argument("--prompts", nargs="+", default=[], help="JSONL files; the target answers them first")
+    parser.add_argument("--templates", type=int, default=0, help="prompts from each of the built-in template sets")
+    parser.add_argument("--responses", nargs="+", default=[], help="JSONL files of [prompt ids, response ids]")
+    parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of training; answering the prompts comes on top")
+    parser.add_argument("--init", help="a head to go on from; default: start at the target's last layers")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--block", type=int, default=8, help="positions drafted in one pass, the root's included")
+    parser.add_argument("--rate", type=float, default=1.2e-3, help="peak learning rate; about half of it with --init")
+    parser.add_argument("--max-new-tokens", type=int, default=160, help="of each answer")
+    parser.add_argument("--held-out", type=int, default=8, help="answers of each file kept for validation")
+    return parser
+
+
+def main() -> None:
+    """Read the flags, prepare, train."""
+    try:
+        trainer = prepare(flags().parse_args())
+        trainer.resume()
+        trainer.run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

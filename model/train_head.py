@@ -1,0 +1,198 @@
+"""A DFlash head while it is trained: the pass over many anchors, the loss, where it starts, how it is saved.
+
+A decoder drafts one block at a time from a cache that holds the context. Training has whole answers, and every
+position of one is an anchor where a block may begin: here the context's keys and values are computed once for all of
+them, and each block sees the context before its own root, and itself. Per anchor that is what DraftHead computes.
+
+Which anchors are taken, and what they are labelled with, is model/train_data.py.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.config import DraftConfig, check_pair, draft_config, read_config
+from model.dflash import DraftHead
+from model.hub import resolve
+from model.train_data import replace
+from model.transformer import Attention, Target, rotate
+from model.weights import load_weights
+
+
+def block_states(draft: DraftHead, target: Target, features: Tensor, roots: Tensor, anchors: Tensor) -> Tensor:
+    """What DraftHead.forward gives for A prefixes of each of B sequences, in one pass.
+
+    features (B, T, F) of the sequences; roots (B, A) token ids at positions anchors (B, A). Block (b, a) sees
+    features[b, :anchors[b, a]] and itself. -> normed hidden states (B, A, L, H) of the mask rows.
+    """
+    (batch, length, _), count, size = features.shape, anchors.shape[1], draft.block_size
+    blocks = roots.new_full((batch, count, size), draft.mask_token_id)
+    blocks[..., 0] = roots
+    x = target.embed(blocks.flatten(1))
+    places = torch.arange(length, device=anchors.device)
+    positions = anchors[..., None] + torch.arange(size, device=anchors.device)
+    context_rope = draft.rotary(places, x.dtype)
+    block_rope = [part.unflatten(0, (batch, count * size)) for part in draft.rotary(positions.flatten(), x.dtype)]
+    hidden_from = torch.where(places < anchors[..., None], 0.0, -torch.inf).to(x.dtype)  # (B, A, T)
+    context = draft.hidden_norm(draft.fc(features.to(x.dtype)))
+    for layer in draft.layers:
+        attention = layer.self_attn
+        q, k, v = attention.project(layer.input_layernorm(x), block_rope)
+        seen = context_keys(attention, context, context_rope)
+        x = x + attention.o_proj(block_attention(q, k, v, *seen, hidden_from))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return draft.norm(x).unflatten(1, (count, size))[:, :, 1:]
+
+
+def context_keys(attention: Attention, context: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, Hkv, T, D) of context (B, T, H). No row of the context asks, so queries are left out."""
+    skip = attention.heads * attention.head_dim
+    bias = attention.qkv_proj.bias
+    heads = F.linear(context, attention.qkv_proj.weight[skip:], None if bias is None else bias[skip:])
+    k, v = heads.unflatten(-1, (-1, attention.head_dim)).chunk(2, dim=2)
+    return rotate(attention.k_norm(k), *rope).transpose(1, 2), v.transpose(1, 2)
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    """Attention of A blocks over their context and themselves, in two parts under one softmax.
+
+    q (B, Hq, A·S, D) and k, v (B, Hkv, A·S, D) of the blocks; keys, values (B, Hkv, T, D) of the context; bias
+    (B, A, T) is 0 where a block sees the context and -inf elsewhere. -> (B, A·S, Hq·D).
+    """
+    batch, kv_heads, length, dim = keys.shape
+    count = bias.shape[1]
+    q = q.unflatten(1, (kv_heads, -1)).unflatten(3, (count, -1)) * dim**-0.5  # (B, Hkv, G, A, S, D)
+    k, v = (part.unflatten(2, (count, -1))[:, :, None] for part in (k, v))  # (B, Hkv, 1, A, S, D)
+    flat = q.flatten(2, 4)  # (B, Hkv, G·A·S, D)
+    over_context = (flat @ keys.transpose(-1, -2)).unflatten(2, q.shape[2:5]) + bias[:, None, None, :, None]
+    over_block = q @ k.transpose(-1, -2)
+    shares = torch.cat((over_context, over_block), -1).softmax(-1).to(v.dtype)
+    out = (shares[..., :length].flatten(2, 4) @ values).view(q.shape) + shares[..., length:] @ v
+    return out.flatten(1, 2).flatten(2, 3).transpose(1, 2).flatten(2)
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """Weighted cross-entropy of M rows against soft labels, through a frozen LM head.
+
+    The gradient needs the softmax and nothing else, so it is formed in the forward pass and the logits are dropped.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, head: Tensor, labels: Tensor, shares: Tensor, weights: Tensor):
+        """hidden (M, H), head (V', H); labels (M, K) rows of the head with shares (M, K) that sum to 1; weights (M,).
+
+        -> the weighted sum of losses, and the top-1 rows (M,).
+        """
+        logits = (hidden @ head.T).float()
+        top = logits.argmax(-1)
+        logits -= logits.logsumexp(-1, keepdim=True)
+        loss = -(weights[:, None] * shares * logits.gather(-1, labels)).sum()
+        error = logits.exp_().scatter_add_(-1, labels, -shares).mul_(weights[:, None])
+        ctx.save_for_backward(error.to(head.dtype) @ head)
+        ctx.mark_non_differentiable(top)
+        return loss, top
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor, _):
+        return gradient * ctx.saved_tensors[0], None, None, None, None
+
+
+def head_config(target: Target, layers: int, block_size: int, mask_token_id: int = 0) -> DraftConfig:
+    """A head of the target's own dimensions that taps five layers, evenly from the second to the third last."""
+    config = target.config
+    taps = sorted({max(0, round(1 + part * (config.layers - 4) / 4)) for part in range(5)})
+    return DraftConfig(
+        vocab_size=config.vocab_size,
+        hidden=config.hidden,
+        intermediate=config.intermediate,
+        layers=layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        eps=config.eps,
+        rope=type(config.rope)(config.rope.theta),
+        context=config.context,
+        qk_norm=True,
+        block_size=block_size,
+        taps=tuple(taps),
+        mask_token_id=mask_token_id,
+        target_layers=config.layers,
+    )
+
+
+def fresh_head(config: DraftConfig, target: Target) -> DraftHead:
+    """A head whose layers are the target's last ones; the target must not be packed yet.
+
+    `fc` passes the last tap on, and `hidden_norm` is the norm that the first of these layers had before its keys:
+    so the first step already reads a sensible context.
+    """
+    draft = DraftHead(config).to(target.device)
+    for name, parameter in draft.named_parameters():
+        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
+    sources = target.layers[-config.layers :]
+    for layer, source in zip(draft.layers, sources):
+        own = layer.state_dict()
+        layer.load_state_dict(own | {name: value for name, value in source.state_dict().items() if name in own})
+    with torch.no_grad():
+        draft.fc.weight.mul_(0.1)[:, -config.hidden :] += torch.eye(config.hidden, device=target.device)
+        draft.hidden_norm.weight.copy_(sources[0].input_layernorm.weight)
+        draft.norm.weight.copy_(target.norm.weight)
+    return draft
+
+
+def loaded_head(name: str, target: Target) -> DraftHead:
+    """An existing head, in float32, to go on from."""
+    directory = resolve(name, "draft")
+    config = draft_config(read_config(directory), directory)
+    check_pair(config, target.config)
+    with torch.device("meta"):
+        draft = DraftHead(config)
+    load_weights(draft, directory, dtype=torch.float32, device=target.device)
+    return draft
+
+
+def save_head(draft: DraftHead, directory: str | Path) -> None:
+    """Write config.json and model.safetensors (bfloat16) as published heads have them."""
+    directory, config = Path(directory), draft.config
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, value in draft.state_dict().items():
+        start, _, leaf = name.rpartition(".")
+        if start.endswith("qkv_proj"):
+            rows = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.kv_heads * config.head_dim
+            pieces = dict(zip(("q_proj", "k_proj", "v_proj"), value.split(rows)))
+        elif start.endswith("gate_up_proj"):
+            pieces = dict(zip(("gate_proj", "up_proj"), value.chunk(2)))
+        else:
+            pieces = {start.rpartition(".")[2]: value}
+        for piece, part in pieces.items():
+            tensors[".".join(filter(None, (start.rpartition(".")[0], piece, leaf)))] = part.bfloat16().contiguous()
+    replace(directory / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
+    values = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "block_size": config.block_size,
+        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.taps)},
+        "dtype": "bfloat16",
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden,
+        "intermediate_size": config.intermediate,
+        "layer_types": ["full_attention"] * config.layers,
+        "max_position_embeddings": config.context,
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": config.kv_heads,
+        "num_target_layers": config.target_layers,
+        "rms_norm_eps": config.eps,
+        "rope_scaling": None,
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": True,
+        "vocab_size": config.vocab_size,
+    }
+    replace(directory / "config.json", lambda path: path.write_text(json.dumps(values, indent=1) + "\n"))

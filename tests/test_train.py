@@ -1,0 +1,269 @@
+"""The training of a head: what one many-anchor pass computes, the loss, resuming, the format, and a head that learns."""
+
+import json
+
+import pytest
+import torch
+from tiny import random_tensors, tiny_target_config, write_checkpoint, write_tiny_draft, write_tiny_target
+
+from minicast import Decoder
+from model import load_draft, load_target
+from model.train_data import (
+    Example,
+    LossHead,
+    Reading,
+    ReadingCache,
+    Sampler,
+    answer,
+    make_batch,
+    read_prompts,
+    read_responses,
+)
+from model.train_dflash import WIDTH, Trainer, flags, prepare, replay
+from model.train_head import SoftCrossEntropy, block_states, loaded_head, save_head
+from model.train_prompts import TEMPLATES, template_prompts
+
+DEPTH = 7
+
+
+def random_example(seed: int, prompt: int = 5, response: int = 20, vocab: int = 250) -> Example:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab, (prompt + response,), generator=generator).tolist()
+    return Example(tuple(tokens[:prompt]), tuple(tokens[prompt:]), f"domain{seed % 2}")
+
+
+@pytest.fixture
+def target(tmp_path):
+    return load_target(write_tiny_target(tmp_path / "target"), device="cpu")
+
+
+@pytest.fixture
+def draft(tmp_path):
+    return load_draft(write_tiny_draft(tmp_path / "draft"), device="cpu")
+
+
+def trainable(tmp_path, target):
+    """The tiny head of `draft`, not packed."""
+    return loaded_head(str(write_tiny_draft(tmp_path / "head")), target)
+
+
+def small_trainer(tmp_path, target, minutes=1.0) -> Trainer:
+    examples = [random_example(seed) for seed in range(6)]
+    draft = trainable(tmp_path, target)
+    cache = ReadingCache(tmp_path / "out.training" / "readings", target, draft.taps, "tiny")
+    lm_head = torch.randn(target.vocab_size, target.config.hidden, generator=torch.Generator().manual_seed(0))
+    head = LossHead.of(lm_head, {token for example in examples[2:] for token in example.response})
+    sampler = Sampler(examples[2:], cache)
+    return Trainer(draft, target, head, sampler, examples[:2], tmp_path / "out", minutes, rate=1e-3)
+
+
+def test_many_anchors_in_one_pass_equal_the_decoders_draft_at_each(tmp_path, target, draft):
+    """Two sequences of unlike length, three anchors each, padded: every block gives what DraftHead.score gives for
+    its own prefix. Guards a block that sees its neighbour, the padding, or features at or after its root."""
+    trained = trainable(tmp_path, target)
+    features = torch.zeros(2, 32, 64)
+    anchors = torch.tensor([[4, 9, 17], [2, 25, 30]])
+    roots = torch.tensor([[11, 12, 13], [14, 15, 16]])
+    generator = torch.Generator().manual_seed(3)
+    features[0, :17] = torch.randn(17, 64, generator=generator)
+    features[1, :30] = torch.randn(30, 64, generator=generator)
+    states = block_states(trained, target, features, roots, anchors)
+    for row in range(2):
+        for column in range(3):
+            expected = draft.score(features[row, : anchors[row, column]], int(roots[row, column]), target)
+            got = target.logits(states[row, column]).log_softmax(-1)
+            torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_gradients_of_one_block_leave_the_other_context_alone(tmp_path, target):
+    """The gradient of a block's states is zero at features from its root on. Guards a mask that leaks the future,
+    which training would exploit: held-out loss falls and R does not."""
+    trained = trainable(tmp_path, target).requires_grad_(True)
+    features = torch.randn(1, 32, 64, requires_grad=True)
+    states = block_states(trained, target, features, torch.tensor([[1, 2]]), torch.tensor([[6, 20]]))
+    states[0, 0].sum().backward()
+    touched = features.grad[0].abs().sum(-1) > 0
+    assert touched[:6].all() and not touched[6:].any()
+
+
+def test_soft_cross_entropy_is_the_plain_one():
+    """Loss and gradient equal those of log_softmax under autograd. Guards the gradient written by hand, which no
+    autograd checks, and labels that come twice in a row."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, 12, generator=generator, requires_grad=True)
+    head = torch.randn(30, 12, generator=generator)
+    labels = torch.randint(0, 30, (9, 5), generator=generator)  # some twice
+    shares = torch.rand(9, 5, generator=generator)
+    shares /= shares.sum(-1, keepdim=True)
+    weights = torch.rand(9, generator=generator)
+    loss, top = SoftCrossEntropy.apply(hidden, head, labels, shares, weights)
+    (2 * loss).backward()
+    got, hidden.grad = hidden.grad, None
+    logits = hidden @ head.T
+    dense = torch.zeros(9, 30).scatter_add_(-1, labels, shares)
+    plain = -(weights[:, None] * dense * logits.log_softmax(-1)).sum()
+    (2 * plain).backward()
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(got, hidden.grad, atol=1e-5, rtol=1e-4)
+    assert torch.equal(top, logits.argmax(-1))
+
+
+def test_batch_labels_are_the_tokens_that_follow():
+    """Block at place p, depth j: root is response[p], the label's hard part is response[p + j], weight 0 past the
+    end, shares sum to 1. Guards an off-by-one between roots and labels, which trains a head for the wrong token."""
+    example = random_example(0)
+    tokens = sorted(set(example.response))
+    head = LossHead.of(torch.eye(256), set(tokens))
+    soft = torch.tensor([[token, 255] for token in example.response])  # 255 is no token of the loss
+    reading = Reading(torch.randn(25, 64).bfloat16(), soft.int(), torch.full((20, 2), 0.4).half())
+    places = torch.tensor([0, 7, 15])
+    batch = make_batch([(example, reading, places)], DEPTH, head, "cpu")
+    assert batch.roots[0].tolist() == [example.response[p] for p in places]
+    assert batch.anchors[0].tolist() == [5, 12, 20]
+    torch.testing.assert_close(batch.shares.sum(-1), torch.ones(1, 3, DEPTH))
+    assert torch.equal(batch.features[0, :25], reading.features[: batch.features.shape[1]].to(batch.features))
+    for column, place in enumerate(places.tolist()):
+        for depth in range(DEPTH):
+            ahead = place + depth + 1
+            assert (batch.weights[0, column, depth] > 0) == (ahead < 20)
+            if ahead < 20:
+                row = head.row[example.response[ahead]]
+                assert batch.labels[0, column, depth, -1] == row
+                share = batch.shares[0, column, depth][batch.labels[0, column, depth] == row].sum()
+                torch.testing.assert_close(share, torch.tensor(1.0))  # the only other soft label is unknown
+
+
+def test_readings_are_the_targets_own_and_survive(tmp_path, target):
+    """Features and labels equal target.score's, and a second cache finds the first one's files. Guards labels that
+    are one row off, and a key that changes between starts."""
+    example = random_example(1)
+    cache = ReadingCache(tmp_path / "readings", target, (0, 1), "tiny")
+    assert example not in cache
+    first = cache.get(example)
+    logits, features = target.score(example.tokens, (0, 1))
+    assert torch.equal(first.features, features.bfloat16())
+    assert torch.equal(first.label_ids[:, 0].long(), logits[4:-1].argmax(-1))
+    again = ReadingCache(tmp_path / "readings", None, (0, 1), "tiny")
+    assert example in again
+    assert all(torch.equal(value, vars(first)[name]) for name, value in vars(again.get(example)).items())
+    assert example not in ReadingCache(tmp_path / "readings", None, (0,), "tiny")
+
+
+def test_batched_answers_are_the_decoders(tmp_path, target):
+    """Prompts of unlike length in one batch, rows ending at unlike times: each answer is what the decoder gives
+    alone. A file cut in its last line is gone on with. Guards padding that is seen, rows mixed up when the batch
+    shrinks, and an answer lost or doubled by a kill."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (3, 9, 4, 4, 12, 7)]
+    alone = [Decoder(target).generate(p, method="ar", max_new_tokens=30).token_ids for p in prompts]
+    stop = {alone[0][4], alone[1][9], alone[3][2]}
+    file = tmp_path / "answers.jsonl"
+    answer(target, prompts[:3], file, stop, max_new_tokens=30, batch=2)
+    whole = file.read_text()
+    file.write_text(whole[:-20])
+    answer(target, prompts, file, stop, max_new_tokens=30, batch=4)
+    found = {example.prompt: list(example.response) for example in read_responses(file)}
+    assert len(read_responses(file)) == len(prompts)
+    for prompt in prompts:
+        expected = Decoder(target).generate(prompt, method="ar", max_new_tokens=30, stop_ids=stop).token_ids
+        assert found[tuple(prompt)] == expected
+
+
+def test_replay_has_the_decoders_rounds(tmp_path, target, draft):
+    """R told in training is R of the decoder: round lengths of chain and tree agree on the target's own answers.
+    Guards a validation that flatters."""
+    trained = trainable(tmp_path, target)
+    generator = torch.Generator().manual_seed(6)
+    for _ in range(3):
+        prompt = torch.randint(0, 256, (6,), generator=generator).tolist()
+        response = Decoder(target).generate(prompt, method="ar", max_new_tokens=40).token_ids
+        example = Example(tuple(prompt), tuple(response), "")
+        _, features = target.score(example.tokens, (0, 1))
+        reading = Reading(features, torch.empty(0), torch.empty(0))
+        rounds = replay(trained, target, example, reading)
+        decoder = Decoder(target, draft)
+        chain = decoder.generate(prompt, method="dflash", max_new_tokens=40).round_lengths
+        tree = decoder.generate(prompt, method="cast", width=WIDTH, max_new_tokens=40).round_lengths
+        assert rounds == {"chain": chain, "tree": tree}
+
+
+def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, target):
+    """Three steps, a checkpoint, two steps; from the checkpoint two steps again: same draws, loss and weights.
+    Guards a checkpoint without the optimizer's or the sampler's state."""
+    trainer = small_trainer(tmp_path, target)
+    for _ in range(3):
+        trainer.step()
+    trainer.save()
+    expected = [trainer.step() for _ in range(2)]
+    resumed = small_trainer(tmp_path, target)
+    resumed.resume()
+    assert resumed.progress.step == 3
+    assert [resumed.step() for _ in range(2)] == expected
+    for name, value in trainer.draft.state_dict().items():
+        assert torch.equal(value, resumed.draft.state_dict()[name]), name
+
+
+def test_every_anchor_comes_once_before_any_comes_twice(tmp_path, target):
+    """The anchors drawn from one sequence: each place of a deck once. Guards a deck that forgets its rest."""
+    trainer = small_trainer(tmp_path, target)
+    seen = {}
+    for _ in range(60):
+        for example, _, places in trainer.sampler.draw(2, 4):
+            seen.setdefault(example, []).extend(places.tolist())
+    assert len(seen) == 4
+    for example, places in seen.items():
+        size = len(example.response) - 1
+        for start in range(0, len(places) - size, size):
+            assert sorted(places[start : start + size]) == list(range(size))
+
+
+def test_a_saved_head_loads_as_a_published_one(tmp_path, target):
+    """save_head, load_draft: the same drafts, up to bfloat16. Guards fused rows split in the wrong order."""
+    trained = trainable(tmp_path, target)
+    save_head(trained, tmp_path / "saved")
+    loaded = load_draft(tmp_path / "saved", device="cpu")
+    assert loaded.config == trained.config
+    trained.bfloat16().float()  # rounds in place, as the file did
+    features = torch.randn(9, 64)
+    torch.testing.assert_close(loaded.score(features, 3, target), trained.score(features, 3, target))
+
+
+def test_prompts_are_read_from_every_kind_of_file(tmp_path):
+    """Strings and objects with any of the known keys, first of several turns; templates give different prompts, the
+    same ones each time. Guards a resumed run that asks other prompts."""
+    file = tmp_path / "prompts.jsonl"
+    lines = ["a", {"question": "b"}, {"turns": ["c", "d"]}, {"prompt": "e", "task_id": 1}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_prompts(file) == ["a", "b", "c", "e"]
+    for domain in TEMPLATES:
+        prompts = template_prompts(domain, 200)
+        assert len(set(prompts)) == 200 and prompts == template_prompts(domain, 200)
+        assert not any("{" in prompt for prompt in prompts)
+
+
+@pytest.mark.slow
+def test_a_head_learns_a_repeating_grammar_within_a_minute(tmp_path):
+    """A random target whose layers say little: its next token is nearly a function of the last one, so its answers
+    run into loops. Held-out R of the chain is about 1 before training and at least 3 after. Guards the whole command:
+    answers, readings, labels, loss, schedule, validation, export. Seeds are fixed; only the time that a step takes
+    varies, and a quarter of the steps of an idle core is enough."""
+    torch.set_num_threads(1)
+    config = tiny_target_config(vocab_size=64, max_position_embeddings=128)
+    tensors = random_tensors(config)
+    for name, tensor in tensors.items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor *= 0.1
+    directory = write_checkpoint(tmp_path / "target", tensors, config)
+    target = load_target(directory, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, 60, (256, 4), generator=generator).tolist()
+    answer(target, prompts, tmp_path / "answers.jsonl", (), max_new_tokens=40, batch=128)
+    command = f"--target {directory} --responses {tmp_path / 'answers.jsonl'} --out {tmp_path / 'head'} --layers 1"
+    trainer = prepare(flags().parse_args([*command.split(), "--minutes", "1", "--rate", "3e-3"]))
+    trainer.run()
+    start, end = trainer.progress.curve[0]["R"]["all"], trainer.progress.curve[-1]["R"]["all"]
+    assert start["chain"] < 1.2
+    assert end["chain"] >= 3
+    head = load_draft(tmp_path / "head", device="cpu")
+    rounds = Decoder(target, head).generate(prompts[0], method="dflash", max_new_tokens=40).round_lengths
+    assert sum(rounds) / len(rounds) >= 2
