@@ -1,31 +1,35 @@
 """The round loop: one decoder in which a method is only a proposal (paper, §3.4 and Appendix C).
 
 Symbols: P committed positions in both caches, b pending root (emitted, in neither cache), L block depth, N nodes
-proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a round, F = taps·H feature width.
+proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a round, F = taps·H feature width,
+S cache slots, V vocabulary.
 
 A round is seven steps: draft, propose, pack (`propose`), verify, walk, commit (`settle`), emit (`Decoder.stream`).
 A chain is a tree without branches and autoregressive decoding a tree without nodes, so there is one round for all.
 
-Trees are built in `tree`, walked in `verify`, sampled in `sampling`; this module holds the state and the order.
+Methods are in `methods`, trees are built in `tree`, walked in `verify`, sampled in `sampling`, and their width is
+chosen in `width`; this module holds the state and the order of things.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from graphs.masks import BODIES
-from minicast.sampling import SamplingParams, choose
-from minicast.tree import Tree, best_first_tree, chain_tree
-from minicast.verify import walk
-from minicast.width import clamp_width
+from graphs.masks import BODIES, CAUSAL, EVERYTHING
+from minicast.methods import METHODS, Method, Proposal, best_first, chain, no_tree
+from minicast.sampling import SamplingParams
+from minicast.tree import Tree
+from minicast.verify import siblings, target_choices, visit, walk
+from minicast.width import MAX_WIDTH, FixedWidth, clamp_width
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.transformer import KVCache, Target
+from model.transformer import KVCache, Target, Window
 
-MAX_ROWS = 128  # packed rows of the widest tree
+MAX_ROWS = MAX_WIDTH + 1  # packed rows of the widest tree
+BUCKETS = (1, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # packed rows that static rounds are padded to
 PREFILL_ROWS = 512  # prompt positions a pass: bounds the memory of a long prompt
 NON_FINITE = "the target gave non-finite logits; try --dtype float32, or check the checkpoint"
 
@@ -78,44 +82,28 @@ class Round:
 
     @property
     def width(self) -> int:
-        return 0 if self.tree is None else len(self.tree.tokens)
+        return 0 if self.tree is None else self.tree.width
 
 
-@dataclass
-class Proposal:
-    """What a method may look at to propose its tree.
+@dataclass(frozen=True)
+class Request:
+    """What stays the same through all rounds of one answer.
 
     Attributes:
-        token_ids: prompt and answer so far; the last one is the pending root b
-        width: N asked for; a method may return fewer nodes
-        rank_cap: K, ranks kept at each position; None keeps all
-        draft: runs the drafter on [b, mask × L] -> log q (L, V); call it at most once
+        method: proposes each round's tree
+        rank_cap: K
+        params: how the target's choice is made
+        stochastic: by the paper's verifier rather than the direct walk
+        tap: collect features for the drafter
+        deepest: most levels a tree can have, known without looking at it
     """
 
-    token_ids: Sequence[int]
-    width: int
+    method: Method
     rank_cap: int | None
-    draft: Callable[[], Tensor]
-
-
-def no_tree(proposal: Proposal) -> Tree:
-    """Autoregressive decoding: nothing is proposed, and the drafter does not run."""
-    nothing = torch.empty(0, dtype=torch.int64)
-    return Tree(nothing, nothing, nothing, torch.empty(0))
-
-
-def chain(proposal: Proposal) -> Tree:
-    """DFlash: the likeliest token at each of the L positions."""
-    log_q = proposal.draft()
-    return chain_tree(log_q, log_q.shape[0])
-
-
-def best_first(proposal: Proposal) -> Tree:
-    """CAST: the N best prefixes."""
-    return best_first_tree(proposal.draft(), proposal.width, proposal.rank_cap)
-
-
-METHODS: dict[str, Callable[[Proposal], Tree]] = {"ar": no_tree, "dflash": chain, "cast": best_first}
+    params: SamplingParams
+    stochastic: bool
+    tap: bool
+    deepest: int
 
 
 class State:
@@ -123,36 +111,38 @@ class State:
 
     Attributes:
         P: (1,) int64, committed positions; `prefix` is the same on the host, equal at the start of every round
+        D: (1,) int64, positions that the drafter has read into its cache, ≤ P; `drafted` on the host
         root: (1,) int64, b
         target_cache, draft_cache: slots < P hold committed positions; above is scratch of the running round
         features: (1, S, F), tap features of committed positions; written by `settle`, read by the drafter
-        drafted: positions that the drafter has read into its cache, ≤ P
         tapped: positions whose features are there; less than P after rounds that did not tap
-        tokens, parents, depths: (MAX_ROWS,) int64 and visible: (MAX_ROWS, MAX_ROWS) bool, the pack: row 0 is the
-            root, parents are packed rows; written by `pack`, read by `settle`
+        tokens, parents, depths: (MAX_ROWS,) int64, log_mass: (MAX_ROWS,) float32, visible: (MAX_ROWS, MAX_ROWS)
+            bool, the pack: row 0 is the root, parents are packed rows, a padding row is its own parent and sees
+            only itself; written by `pack`, read by `settle`
         cached_ids: token ids of the committed positions, for reuse by a prompt that starts with them
+        static: shapes are padded and nothing below reads a host value that changes from round to round
     """
 
     def __init__(self, target: Target, draft: DraftHead | None, body):
-        self.target, self.draft, self.body = target, draft, body
+        self.target, self.draft, self.body, self.static = target, draft, body, body.static
         self.depth = draft.block_size - 1 if draft else 0
-        device, rows = target.device, MAX_ROWS
+        device = target.device
         self.P = torch.zeros(1, dtype=torch.int64, device=device)
+        self.D = torch.zeros(1, dtype=torch.int64, device=device)
         self.root = torch.zeros(1, dtype=torch.int64, device=device)
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.parents = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.depths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.visible = torch.eye(rows, dtype=torch.bool, device=device)
-        self.rows = torch.arange(max(rows, PREFILL_ROWS), device=device)
-        self.slots = 0
+        self.rows = torch.arange(max(MAX_ROWS, PREFILL_ROWS), device=device)
+        self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self.parents = self.rows[:MAX_ROWS].clone()
+        self.depths = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self.log_mass = torch.zeros(MAX_ROWS, device=device)
+        self.visible = torch.eye(MAX_ROWS, dtype=torch.bool, device=device)
         self.reset()
 
     def reset(self) -> None:
-        """Forget the cached prefix."""
-        self.prefix = self.drafted = self.tapped = 0
+        """Forget the cached prefix and free the caches."""
+        self.prefix = self.drafted = self.tapped = self.slots = 0
         self.cached_ids: list[int] = []
         self.target_cache = self.draft_cache = self.features = None
-        self.slots = 0
 
     def reserve(self, positions: int) -> None:
         """Room for `positions` committed positions and the widest round above them; growing forgets the prefix."""
@@ -180,10 +170,11 @@ class State:
         self.prefix = prefix
         self.drafted, self.tapped = min(self.drafted, prefix), min(self.tapped, prefix)
         self.P.fill_(prefix)
+        self.D.fill_(self.drafted)
         del self.cached_ids[prefix:]
 
-    def window(self, offsets: Tensor, visible: Tensor | None):
-        """The pass of rows at P + offsets (n,) that see the prefix and each other by visible (n, n)."""
+    def window(self, offsets: Tensor, visible: Tensor | str) -> Window:
+        """The pass of rows at P + offsets (n,) that see the prefix and, of each other, what `visible` says."""
         return self.body.window(self.P, self.prefix, offsets, visible, self.slots)
 
 
@@ -194,71 +185,88 @@ def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
         chunk = list(token_ids[state.prefix : state.prefix + PREFILL_ROWS])
         rows = state.rows[: len(chunk)]
         tokens = torch.tensor([chunk], device=target.device)
-        window = state.window(rows, torch.ones(len(chunk), len(chunk), dtype=torch.bool, device=target.device).tril())
-        hidden, features = target(tokens, state.target_cache, window, state.draft.taps if tap else ())
+        taps = state.draft.taps if tap else ()
+        hidden, features = target(tokens, state.target_cache, state.window(rows, CAUSAL), taps)
         if tap:
             state.features[:, state.prefix : state.prefix + len(chunk)] = features
         state.commit(chunk, tap)
         state.P.fill_(state.prefix)
         if tap:
-            read_features(state)
+            read_features(state, state.prefix - state.drafted)
     return target.logits(hidden[0, -1:])
 
 
-def read_features(state: State) -> None:
-    """Bring the drafter's cache up to P from the feature cache."""
-    if state.drafted < state.prefix:
-        slots = torch.arange(state.drafted, state.prefix, device=state.P.device)
-        state.draft.extend(state.features[:, state.drafted : state.prefix], state.draft_cache, slots)
-        state.drafted = state.prefix
+def read_features(state: State, count: int) -> None:
+    """Feed the drafter's cache from the feature cache: `count` positions from D on.
+
+    Static rounds read L + 1 whatever was committed; what lies beyond P is overwritten before it is seen.
+    """
+    slots = state.D + state.rows[:count]
+    state.draft.extend(state.features.index_select(1, slots), state.draft_cache, slots)
+    state.D.copy_(torch.minimum(state.D + count, state.P))
+    state.drafted = min(state.drafted + count, state.prefix)
 
 
 def draft(state: State) -> Tensor:
     """Step 1: one pass of the drafter over [b, mask × L] at positions P..P+L -> log q (L, V)."""
-    read_features(state)
-    block = torch.full((1, state.depth + 1), state.draft.mask_token_id, device=state.P.device)
+    rows = state.depth + 1
+    behind = rows if state.static else state.prefix - state.drafted
+    if behind:
+        read_features(state, behind)
+    block = torch.full((1, rows), state.draft.mask_token_id, device=state.P.device)
     block[:, :1] = state.root
-    window = state.window(state.rows[: state.depth + 1], None)
-    hidden = state.draft(block, state.draft_cache, window, state.target)
+    hidden = state.draft(block, state.draft_cache, state.window(state.rows[:rows], EVERYTHING), state.target)
     return torch.log_softmax(state.target.logits(hidden[0]), dim=-1)
 
 
-def pack(state: State, tree: Tree) -> int:
-    """Step 3: lay [b, z_1 … z_N] into the pack -> n. Row v holds node v − 1, so parents shift by one."""
-    n = len(tree.tokens) + 1
+def pack(state: State, tree: Tree) -> None:
+    """Step 3: lay [b, z_1 … z_N] into the pack. Row v holds node v − 1, so parents shift by one."""
+    n, rows = tree.width + 1, state.rows[:MAX_ROWS]
     state.tokens[:1] = state.root
     state.tokens[1:n] = tree.tokens
-    state.parents[1:n] = tree.parents + 1
     state.depths[1:n] = tree.depths
+    state.log_mass[1:n] = tree.log_mass
+    real = tree.log_mass > -torch.inf  # a static builder may have found fewer nodes than it had room for
+    state.parents[1:n] = torch.where(real, tree.parents + 1, rows[1:n])
     state.visible[:n, :n] = tree.ancestors()
-    return n
+    if state.static:  # padding rows see themselves alone, at b's position
+        state.parents[n:], state.depths[n:] = rows[n:], 0
+        state.visible[n:] = torch.eye(MAX_ROWS, dtype=torch.bool, device=rows.device)[n:]
 
 
-def propose(state: State, method: Callable[[Proposal], Tree], token_ids: Sequence[int], width: int, rank_cap) -> Tree:
+def propose(state: State, request: Request, token_ids: Sequence[int], width: int) -> Tree:
     """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
-    tree = method(Proposal(token_ids, width, rank_cap, lambda: draft(state)))
+    tree = request.method(Proposal(token_ids, width, request.rank_cap, lambda: draft(state), state.static))
     pack(state, tree)
     return tree
 
 
-def settle(state: State, n: int, depth: int, params: SamplingParams, tap: bool) -> Tensor:
-    """Steps 4–6: verify the pack's first n rows, walk at most `depth` levels down, commit the accepted path.
+def settle(state: State, request: Request, n: int) -> Tensor:
+    """Steps 4–6: verify the pack's first n rows, walk, commit the accepted path.
 
-    Returns what the host needs to know as one tensor (2 + 2M,) int64, M = depth + 1: A, the target's own next token
-    (-1: its logits are not finite), the path's tokens (M,) and its packed rows (M,), of which the first A + 1 count.
-    `Settled.read` is its reader.
+    Returns what the host needs to know as one tensor (2 + 2M,) int64, M rows of path at most: A, the target's own
+    next token (-1: its logits are not finite), the path's tokens (M,) and its packed rows (M,), of which the first
+    A + 1 count. `Settled.read` is its reader.
     """
-    tokens, parents, visible = state.tokens[:n], state.parents[:n], state.visible[:n, :n]
+    tokens, parents, depths, visible = state.tokens[:n], state.parents[:n], state.depths[:n], state.visible[:n, :n]
+    deepest = min(n - 1, request.deepest)
     # 4 verify
-    window = state.window(state.depths[:n], visible)
-    hidden, features = state.target(tokens[None], state.target_cache, window, state.draft.taps if tap else ())
+    taps = state.draft.taps if request.tap else ()
+    hidden, features = state.target(tokens[None], state.target_cache, state.window(depths, visible), taps)
     logits = state.target.logits(hidden[0])
     # 5 walk
-    walked = walk(tokens, parents, visible, choose(logits, params), depth)
+    children = None
+    if request.stochastic:
+        children = siblings(tokens, parents, state.log_mass[:n], min(n - 1, request.rank_cap or n - 1))
+    if request.params.greedy or state.static:
+        choices = target_choices(logits, request.params, state.P + 1 + depths, children)
+        walked = walk(tokens, parents, visible, choices, deepest)
+    else:  # a choice is a pass over the vocabulary: make it only at the rows visited
+        walked = visit(tokens, parents, logits, request.params, state.P, children, deepest)
     # 6 commit: the path's rows move down to slots P, P + 1, …; entries past A copy themselves and stay scratch
-    slots = state.P + state.rows[: depth + 1]
+    slots = state.P + state.rows[: deepest + 1]
     state.target_cache.move(state.P + walked.path, slots)
-    if tap:
+    if request.tap:
         state.features.index_copy_(1, slots, features.index_select(1, walked.path))
     state.P += walked.accepted + 1
     state.root.copy_(walked.next_root)
@@ -302,19 +310,19 @@ class Decoder:
         target, draft: from `load_target` and `load_draft`; without a drafter only "ar" and own methods that do not
             draft can run
         max_length: positions that static caches hold at first; caches grow with the request
-        attention: "sdpa" (live slice), "static" (whole cache, explicit mask)
+        attention: "sdpa" (live slice, the default) or "static" (whole cache, explicit mask, padded shapes)
 
     Caches persist between calls: a prompt that starts with the cached ids reuses them. `reset` forgets them.
     """
 
-    def __init__(self, target: Target, draft: DraftHead | None = None, max_length: int = 4096, attention: str | None = None):
+    def __init__(
+        self, target: Target, draft: DraftHead | None = None, max_length: int = 4096, attention: str | None = None
+    ):
         name = attention or "sdpa"
         if name not in BODIES:
             raise UsageError(f"unknown attention {name!r}: choose from {', '.join(BODIES)}")
-        self.target, self.draft = target, draft
-        self.body = BODIES[name]()
-        self.max_length = max_length
-        self.state = State(target, draft, self.body)
+        self.target, self.draft, self.max_length = target, draft, max_length
+        self.state = State(target, draft, BODIES[name]())
         self.output = Output()
 
     def reset(self) -> None:
@@ -331,7 +339,7 @@ class Decoder:
     def stream(
         self,
         prompt_ids: Sequence[int],
-        method: str | Callable[[Proposal], Tree] = "cast",
+        method: str | Method = "cast",
         width: int = 15,
         max_new_tokens: int = 64,
         temperature: float = 0.0,
@@ -361,20 +369,18 @@ class Decoder:
         started = time.perf_counter()
         state, output = self.state, Output()
         self.output = output
-        method, width = self._method(method, width)
-        params = SamplingParams(temperature, top_k, top_p, seed)
+        policy = FixedWidth(clamp_width(width))
+        request = self._request(method, width, rank_cap, SamplingParams(temperature, top_k, top_p, seed), verifier)
         room, full = self._room(prompt_ids, max_new_tokens)
         output.stop_reason = full
         if room == 0:
             return
-        tap = self.draft is not None and method is not no_tree  # nothing will read features otherwise
-        deepest = state.depth if method in METHODS.values() else MAX_ROWS  # of trees, known without looking at them
         token_ids = list(prompt_ids)
 
-        self._begin(token_ids, room, tap)
-        emitted = [self._first_token(token_ids, params, tap)]
+        self._begin(token_ids, room, request)
+        emitted = [self._first_token(token_ids, request)]
         output.prefill_seconds = self._clock() - started
-        opened = None if tap else self._clock()
+        opened = None if request.tap else self._clock()
         tree, settled = None, Settled([], [], emitted[0])
         while True:
             if emitted[-1] < 0:
@@ -388,31 +394,39 @@ class Decoder:
                 output.round_lengths.append(len(emitted))
                 output.widths.append(tree.width)
                 output.decode_seconds = self._clock() - opened
+                policy.observe(tree.width, len(emitted))
             output.wall_seconds = self._clock() - started
             reason = "eos" if ended else full if len(output.token_ids) == room else None
             yield Round(emitted, min(len(settled.tokens) - 1, len(emitted)), tree, settled.path, reason)
             if reason:
                 output.stop_reason = reason
                 return
-            tree = propose(state, method, token_ids, width, rank_cap)  # 1 draft, 2 propose, 3 pack
+            tree = propose(state, request, token_ids, policy.width)  # 1 draft, 2 propose, 3 pack
             opened = opened or self._clock()
-            depth = min(tree.width, deepest)
-            settled = Settled.read(settle(state, tree.width + 1, depth, params, tap))  # 4 verify, 5 walk, 6 commit
-            state.commit(settled.tokens, tap)
+            settled = Settled.read(settle(state, request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
+            state.commit(settled.tokens, request.tap)
             emitted = settled.tokens[1:] + [settled.next_token]
 
-    def _method(self, method, width: int) -> tuple[Callable[[Proposal], Tree], int]:
-        """The proposing function and the width, checked."""
+    def _request(self, method, width: int, rank_cap: int | None, params: SamplingParams, verifier: str) -> Request:
+        """The request, checked."""
         if isinstance(method, str):
             if method not in METHODS:
                 raise UsageError(f"unknown method {method!r}: choose from {', '.join(METHODS)}")
             method = METHODS[method]
-        width = clamp_width(width)
         if method is best_first and width == 0:
             method = no_tree
         if self.draft is None and method in (chain, best_first):
             raise UsageError("this method needs a draft head; give one, or use method 'ar'")
-        return method, width
+        if verifier not in ("direct", "stochastic"):
+            raise UsageError(f"unknown verifier {verifier!r}: choose from direct, stochastic")
+        return Request(
+            method=method,
+            rank_cap=rank_cap,
+            params=params,
+            stochastic=verifier == "stochastic" and not params.greedy,
+            tap=self.draft is not None and method is not no_tree,
+            deepest=self.state.depth if method in METHODS.values() else MAX_WIDTH,
+        )
 
     def _room(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, str]:
         """How many new tokens fit, and the stop reason when they are all there."""
@@ -425,7 +439,7 @@ class Decoder:
             raise UsageError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
         return min(max_new_tokens, context - length), "length" if max_new_tokens <= context - length else "context"
 
-    def _begin(self, token_ids: list[int], room: int, tap: bool) -> None:
+    def _begin(self, token_ids: list[int], room: int, request: Request) -> None:
         """Make room, and keep the longest cached prefix of the prompt; its last token runs again for its logits."""
         state = self.state
         state.reserve(len(token_ids) + room)
@@ -434,12 +448,18 @@ class Decoder:
             if cached != token:
                 break
             shared += 1
-        state.keep(min(shared, state.tapped) if tap else shared)
+        state.keep(min(shared, state.tapped) if request.tap else shared)
 
-    def _first_token(self, token_ids: list[int], params: SamplingParams, tap: bool) -> int:
+    def _first_token(self, token_ids: list[int], request: Request) -> int:
         """Prefill, and the target's choice after the prompt, which becomes b."""
-        self.state.root.copy_(choose(prefill(self.state, token_ids, tap), params))
+        logits = prefill(self.state, token_ids, request.tap)
+        self.state.root.copy_(target_choices(logits, request.params, self.state.P))
         return self.state.root.item()  # host sync: the first token
+
+    def _rows(self, tree: Tree) -> int:
+        """Packed rows that this round runs: those of the tree, or of the bucket that holds it."""
+        n = tree.width + 1
+        return next(bucket for bucket in BUCKETS if bucket >= n) if self.state.static else n
 
     def _clock(self) -> float:
         """Seconds, with the device caught up (paper, Appendix D)."""

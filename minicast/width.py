@@ -242,3 +242,13 @@ class BackOff:
     def decoded(self, tokens: int = 1) -> None:
         """AR emitted `tokens` tokens."""
         self.ar_tokens_left = max(self.ar_tokens_left - tokens, 0)
+
+
+@dataclass
+class FixedWidth:
+    """The policy that always asks for the same width."""
+
+    width: int
+
+    def observe(self, width: int, committed: int) -> None:
+        """A round of this width committed so many tokens; nothing follows from it here."""

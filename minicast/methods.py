@@ -1,0 +1,63 @@
+"""The methods: what each of them proposes to the round. Everything else about a round is shared.
+
+A method is a function from a `Proposal`, which says what may be looked at, to a `Tree`. A fork that drafts or
+branches differently is one more such function, given to `Decoder.generate(method=…)` as it is.
+
+On a GPU a round is replayed from CUDA graphs, and what a graph holds may not look at a value on the host: there
+`proposal.static` is true, and the methods here build the same tree from operations of fixed shape.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minicast.tree import Tree, best_first_tree, candidate_pairs, chain_tree, device_chain, device_tree, top_ranked
+
+
+@dataclass
+class Proposal:
+    """What a method may look at to propose its tree.
+
+    Attributes:
+        token_ids: prompt and answer so far; the last one is the pending root b
+        width: N asked for; a method may return fewer nodes, on the host at least
+        rank_cap: K, ranks kept at each position; None keeps all
+        draft: runs the drafter on [b, mask × L] -> log q (L, V); call it at most once
+        static: build with fixed shapes only
+    """
+
+    token_ids: Sequence[int]
+    width: int
+    rank_cap: int | None
+    draft: Callable[[], Tensor]
+    static: bool = False
+
+
+Method = Callable[[Proposal], Tree]
+
+
+def no_tree(proposal: Proposal) -> Tree:
+    """Autoregressive decoding: nothing is proposed, and the drafter does not run."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Tree(nothing, nothing, nothing, torch.empty(0))
+
+
+def chain(proposal: Proposal) -> Tree:
+    """DFlash: the likeliest token at each of the L positions."""
+    log_q = proposal.draft()
+    build = device_chain if proposal.static else chain_tree
+    return build(log_q, log_q.shape[0])
+
+
+def best_first(proposal: Proposal) -> Tree:
+    """CAST: the N best prefixes."""
+    if not proposal.static:
+        return best_first_tree(proposal.draft(), proposal.width, proposal.rank_cap)
+    tokens, log_q = top_ranked(proposal.draft(), min(proposal.rank_cap or proposal.width, proposal.width))
+    pairs = candidate_pairs(proposal.width, tokens.shape[1], tokens.device)
+    return device_tree(tokens, log_q, proposal.width, pairs)
+
+
+METHODS: dict[str, Method] = {"ar": no_tree, "dflash": chain, "cast": best_first}
