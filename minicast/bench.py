@@ -30,8 +30,9 @@ import torch
 from tqdm import tqdm
 
 from minicast.command import DTYPES, Choice, Placement, guarded, peak_memory
-from minicast.decode import METHODS, Decoder, Output
+from minicast.decode import Decoder, Output
 from minicast.figures import Departure, Record, Row, located, round_ms, summarise, table
+from minicast.methods import METHODS
 from minicast.sampling import SamplingParams, gumbel_noise, shape_logits
 from minicast.tree import ranked_tree
 from model.errors import UsageError, UserError
