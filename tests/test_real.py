@@ -1,0 +1,153 @@
+"""The default model itself: reference text, reference acceptance, every method at every width, memory.
+
+`-m real` takes a minute or two; `-m slow` is the full matrix. Both build the default model if it is not cached.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minicast import Decoder
+from model import load_draft, load_target, load_tokenizer
+
+GOLDENS = Path(__file__).parent / "goldens"
+GREEDY = json.loads((GOLDENS / "smollm2-greedy.json").read_text())
+ACCEPTANCE = json.loads((GOLDENS / "smollm2-acceptance.json").read_text())["prompts"]
+FIRST_HEAD = "smollm2"  # the head that the reference acceptance was recorded with
+STOP = (2,)
+MORE_PROMPTS = [
+    "Rewrite this sentence in the passive voice: The cat chased the mouse.",
+    "List five animals that live in the sea.",
+    "Translate to French: Good morning, my friend.",
+    "def quicksort(items):",
+]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target("smollm2")
+
+
+@pytest.fixture(scope="module")
+def draft():
+    return load_draft("smollm2")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("smollm2")
+
+
+@pytest.mark.real
+def test_prompt_ids_and_greedy_text_match_the_reference(target, tokenizer):
+    """Template, tokenizer, weights and forward at once: ids of an independent float32 implementation, exactly."""
+    decoder = Decoder(target)
+    for golden in GREEDY[:4]:
+        ids = tokenizer.encode_chat(golden["prompt"])
+        assert ids == golden["prompt_ids"]
+        count = len(golden["new_ids"])
+        assert decoder.generate(ids, method="ar", max_new_tokens=count, stop_ids=STOP).token_ids == golden["new_ids"]
+
+
+@pytest.mark.real
+def test_three_widths_on_three_prompts_give_the_autoregressive_tokens(target, draft):
+    """The exactness contract on real weights, where near-ties and real acceptance happen."""
+    for golden in GREEDY[1:4]:
+        for method, width in (("dflash", 0), ("cast", 3), ("cast", 15), ("cast", 63)):
+            out = Decoder(target, draft).generate(
+                golden["prompt_ids"], method=method, width=width or 15, max_new_tokens=32, stop_ids=STOP
+            )
+            assert out.token_ids == golden["new_ids"][:32], (method, width)
+
+
+@pytest.mark.real
+def test_sampled_text_is_the_same_by_every_method(target, draft):
+    """Keyed noise: the seed alone decides. A longer limit only extends the text."""
+    for seed, golden in enumerate(GREEDY[1:3]):
+        for options in (dict(temperature=0.7), dict(temperature=1.0, top_k=50, top_p=0.95)):
+            options |= dict(seed=seed, stop_ids=STOP)
+            ids = golden["prompt_ids"]
+            expected = Decoder(target).generate(ids, method="ar", max_new_tokens=32, **options).token_ids
+            decoder = Decoder(target, draft)
+            for method, width in (("dflash", 15), ("cast", 7), ("cast", 31)):
+                out = decoder.generate(ids, method=method, width=width, max_new_tokens=24, **options)
+                assert out.token_ids == expected[:24], (method, width, options)
+
+
+def check_committed_lengths(target, name, method, width, goldens):
+    head = load_draft(FIRST_HEAD)
+    prompt_ids = {golden["prompt"]: golden["prompt_ids"] for golden in GREEDY}
+    for golden in goldens:
+        out = Decoder(target, head).generate(
+            prompt_ids[golden["prompt"]], method=method, width=width, rank_cap=None, max_new_tokens=65, stop_ids=STOP
+        )
+        assert out.round_lengths == golden[name], golden["prompt"]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name, method, width", [("chain", "dflash", 7), ("tree15", "cast", 15)])
+def test_committed_lengths_match_the_reference_on_two_prompts(target, name, method, width):
+    """R of every round, from an independent implementation with the same head and uncapped ranks: a drafter that reads
+    wrong features, or a tree in the wrong order, still gives the right text."""
+    check_committed_lengths(target, name, method, width, ACCEPTANCE[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, method, width", [("chain", "dflash", 7)] + [(f"tree{n}", "cast", n) for n in (7, 15, 31)])
+def test_committed_lengths_match_the_reference(target, name, method, width):
+    """The same on every prompt and width that was recorded."""
+    check_committed_lengths(target, name, method, width, ACCEPTANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["sdpa", "static"])
+@pytest.mark.parametrize("rank_cap", [8, None])
+def test_every_width_on_ten_prompts_gives_the_autoregressive_tokens(target, draft, tokenizer, attention, rank_cap):
+    """The full matrix: ten prompts of different kinds, 64 tokens, widths 1 to 127."""
+    prompts = [golden["prompt_ids"] for golden in GREEDY] + [tokenizer.encode_chat(text) for text in MORE_PROMPTS]
+    decoder = Decoder(target, draft, attention=attention)
+    for ids in prompts[:10]:
+        expected = Decoder(target).generate(ids, method="ar", max_new_tokens=64, stop_ids=STOP).token_ids
+        for method, width in [("dflash", 15)] + [("cast", n) for n in (1, 3, 7, 15, 31, 63, 127)]:
+            decoder.reset()
+            out = decoder.generate(ids, method=method, width=width, rank_cap=rank_cap, max_new_tokens=64, stop_ids=STOP)
+            assert out.token_ids == expected, (method, width)
+
+
+@pytest.mark.slow
+def test_a_prompt_of_six_thousand_tokens(target, draft, monkeypatch):
+    """Prefill in chunks of bounded memory, equal to prefill in one chunk."""
+    import minicast.decode as decode
+
+    ids = (GREEDY[1]["prompt_ids"] * 200)[:6000]
+    chunked = Decoder(target, draft).generate(ids, max_new_tokens=16)
+    monkeypatch.setattr(decode, "PREFILL_ROWS", 6000)
+    whole = Decoder(target, draft).generate(ids, max_new_tokens=16)
+    assert chunked.token_ids == whole.token_ids
+
+
+@pytest.mark.real
+def test_peak_memory_is_the_weights_once():
+    """Loading in a fresh process; the file is 16 bits a weight, and so is what is held."""
+    script = """
+import resource
+from model import load_target
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = peak()
+target = load_target("smollm2")
+parameters = sum(p.numel() * p.element_size() for p in target.parameters())
+packed = sum(m.packed_bytes for m in target.modules() if hasattr(m, "packed_bytes"))
+print(peak() - before, parameters + packed)
+"""
+    root = Path(__file__).parents[1]
+    lines = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True).stdout
+    growth, held = map(int, lines.split())
+    head = 49152 * 576 * 4  # the largest matrix, in float32 and scaled while it is packed
+    assert held < 0.35e9
+    assert growth < held + 2 * head
