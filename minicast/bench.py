@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from minicast.command import DTYPES, Choice, Placement, guarded, peak_memory
+from minicast.command import DTYPES, Choice, Placement, guarded
 from minicast.decode import Decoder, Output
 from minicast.figures import Departure, Record, Row, located, round_ms, summarise, table
 from minicast.methods import METHODS
@@ -435,7 +435,6 @@ def environment(placement: Placement, source: str, command: Sequence[str]) -> di
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()}",
-        "peak memory": f"{peak_memory(device) / 1e6:.0f} MB",
     }
 
 

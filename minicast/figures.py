@@ -116,7 +116,8 @@ def summarise(records: Sequence[Record], seed: int) -> list[Row]:
 
 
 def _row(domain: str, arm: str, cells: Cells, seed: int) -> Row:
-    own, ar, dflash = cells[domain, arm], cells.get((domain, "ar"), []), cells.get((domain, "dflash"), [])
+    own = cells[domain, arm]
+    ar, dflash = _rival(cells, domain, arm, "ar"), _rival(cells, domain, arm, "dflash")
     gain = over(ms_per_token(dflash), ms_per_token(own))
     return Row(
         domain,
@@ -142,7 +143,9 @@ def _mean_row(arm: str, rows: Sequence[Row], cells: Cells, seed: int) -> Row:
         return None if None in values else statistics.fmean(values)
 
     def ratios(reference: str) -> list[Tensor]:
-        return [prompt_ratios(cells.get((row.domain, reference), []), cells[row.domain, arm]) for row in own]
+        return [
+            prompt_ratios(_rival(cells, row.domain, arm, reference), cells[row.domain, arm]) for row in own
+        ]
 
     return Row(
         MEAN,
@@ -155,6 +158,11 @@ def _mean_row(arm: str, rows: Sequence[Row], cells: Cells, seed: int) -> Row:
         gain=mean("gain"),
         prompt_gain=bootstrap([values - 1 for values in ratios("dflash")], seed),
     )
+
+
+def _rival(cells: Cells, domain: str, arm: str, reference: str) -> list[Record]:
+    """The reference's records, where `arm` is measured against it: not against itself, nor AR against DFlash."""
+    return [] if arm in ("ar", reference) else cells.get((domain, reference), [])
 
 
 def over(numerator: float | None, denominator: float | None) -> float | None:
