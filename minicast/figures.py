@@ -161,7 +161,7 @@ def _mean_row(arm: str, rows: Sequence[Row], cells: Cells, seed: int) -> Row:
 
 
 def _rival(cells: Cells, domain: str, arm: str, reference: str) -> list[Record]:
-    """The reference's records, where `arm` is measured against it: not against itself, nor AR against DFlash."""
+    """The reference's records, where `arm` is measured against it: never against itself, nor AR at all."""
     return [] if arm in ("ar", reference) else cells.get((domain, reference), [])
 
 

@@ -3,8 +3,8 @@
     python tests/tools/compare_transformers.py --model smollm2 --new-tokens 64 --repeats 5
 
 Run by hand where transformers is installed beside requirements.txt; the project never needs it. A step is
-(time of n tokens - time of one token) / (n - 1), so that prefill and set-up count for neither. Both run in turn,
-in random order, and the median step of each is printed with their ratio, as Markdown.
+(time of n tokens - time of one) / (n - 1), so that prefill and set-up count for neither. Both run in turn, in
+random order, and the median step of each is printed with their ratio, as Markdown.
 """
 
 import argparse
