@@ -256,7 +256,7 @@ def settle(state: State, request: Request, n: int) -> Tensor:
     logits = state.target.logits(hidden[0])
     # 5 walk
     children = None
-    if request.stochastic:
+    if request.stochastic and n > 1:
         children = siblings(tokens, parents, state.log_mass[:n], min(n - 1, request.rank_cap or n - 1))
     if request.params.greedy or state.static:
         choices = target_choices(logits, request.params, state.P + 1 + depths, children)

@@ -386,3 +386,55 @@ def test_a_round_copies_to_the_host_once_and_the_tree_once(models, monkeypatch):
     calls.clear()
     next(rounds)
     assert sorted(calls) == ["tolist", "tolist"], calls
+
+
+SHAPINGS = [dict(temperature=0.7), dict(temperature=1.0, top_k=20), dict(temperature=1.0, top_p=0.9)]
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
+def test_sampled_text_depends_on_the_seed_alone(models, body, shaping):
+    """Keyed noise: chain and tree at any width give AR's sampled tokens; a longer limit only extends them. The live
+    slice chooses at the visited rows, the static body at all rows: a different support would show here."""
+    target, draft = models
+    decoder = Decoder(target, draft, attention=body)
+    for seed in range(2):
+        prompt = prompt_of(6, seed)
+        expected = autoregressive(target, prompt, 30, seed=seed, **shaping).token_ids
+        for method, width in (("ar", 0), ("dflash", 7), ("cast", 3), ("cast", 31)):
+            options = dict(method=method, width=width, seed=seed, **shaping)
+            assert decoder.generate(prompt, max_new_tokens=20, **options).token_ids == expected[:20], (method, width)
+        method = oracle(expected, len(prompt), decoys=1)
+        out = decoder.generate(prompt, method=method, max_new_tokens=30, seed=seed, **shaping)
+        assert out.token_ids == expected
+        assert max(out.round_lengths) == DEPTH + 1
+
+
+@pytest.mark.parametrize("method", ["ar", "dflash", "cast"])
+@pytest.mark.parametrize("verifier", ["direct", "stochastic"])
+def test_one_seed_one_text_and_many_seeds_many(models, method, verifier):
+    """A seed that is not used, or generator state that leaks from one request to the next."""
+    decoder = Decoder(*models)
+
+    def text(seed):
+        options = dict(method=method, verifier=verifier, temperature=1.0, seed=seed, max_new_tokens=10)
+        return tuple(decoder.generate(prompt_of(6), **options).token_ids)
+
+    assert text(1) == text(1)
+    assert len({text(seed) for seed in range(1, 11)}) > 1
+
+
+@pytest.mark.parametrize("top_k", [VOCABULARY, VOCABULARY + 1, 10**6])
+def test_top_k_beyond_the_vocabulary_is_no_top_k(models, top_k):
+    """An index error, or a different text, where the support is everything."""
+    decoder, options = Decoder(*models), dict(temperature=1.0, seed=4, max_new_tokens=20)
+    plain = decoder.generate(prompt_of(6), **options).token_ids
+    assert decoder.generate(prompt_of(6), top_k=top_k, **options).token_ids == plain
+
+
+def test_extreme_temperatures_and_nuclei_are_greedy(models):
+    """Division by a temperature that underflows; a nucleus smaller than the first token's mass."""
+    decoder = Decoder(*models)
+    greedy = decoder.generate(prompt_of(6), method="ar", max_new_tokens=20).token_ids
+    for options in ({"temperature": 1e-30}, {"temperature": 1e-320}, {"temperature": 1.0, "top_p": 1e-9}):
+        assert decoder.generate(prompt_of(6), max_new_tokens=20, **options).token_ids == greedy
