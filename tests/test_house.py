@@ -1,0 +1,67 @@
+"""The house rules that a machine can check: sizes, one-way imports, no test tooling at run time."""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PURE = ["minicast/tree.py", "minicast/verify.py", "minicast/sampling.py", "minicast/width.py"]
+SOURCES = sorted(p for room in ("minicast", "model", "graphs") for p in (ROOT / room).glob("*.py")) + [ROOT / "run.py"]
+
+
+def code_lines(path: Path) -> int:
+    """Lines that hold code: no blank lines, comments or docstrings."""
+    source = path.read_text()
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, node.end_lineno + 1))
+    return len(lines)
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of the packages that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+def test_run_stays_short():
+    """Flags in, text out."""
+    assert code_lines(ROOT / "run.py") < 250
+
+
+def test_rooms_import_one_way():
+    """`model` knows no decoder and no graphs; trees, walk, sampling and width know neither model nor graphs."""
+    for path in SOURCES:
+        room, names = path.parent.name, imports(path)
+        rooms = {name.split(".")[0] for name in names}
+        if room == "model" and not path.name.startswith("train_"):
+            assert not rooms & {"minicast", "graphs"}, path
+        if room == "graphs":
+            assert "minicast" not in rooms, path
+        if str(path.relative_to(ROOT)) in PURE:
+            assert not rooms & {"model", "graphs"}, path
+        assert "transformers" not in rooms, path
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_functions_fit_a_screen(path):
+    """No function over 80 lines, and the round loop within 60, signature and docstring aside."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            length = node.end_lineno - first.lineno + 1
+            assert length <= 80, f"{node.name} has {length} lines"
+            if (path.name, node.name) == ("decode.py", "stream"):
+                assert length <= 60
