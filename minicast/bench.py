@@ -518,7 +518,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "placement": str(placement),
         "attention": arguments.attention,
         "arms": [str(arm) for arm in arms],
-        "prompts": {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in arguments.prompts},
+        "prompts": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in arguments.prompts},
         "limit": arguments.limit,
         "repeats": arguments.repeats,
         "seed": arguments.seed,
