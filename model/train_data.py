@@ -319,7 +319,7 @@ class Sampler:
         self.examples, self.cache = examples, cache
         self.waiting = list(range(len(examples)))  # numbers of examples without a reading
         self.pool: dict[str, list[int]] = {}  # numbers of those with one, by domain
-        self.decks: dict[int, list[int]] = {}
+        self.decks: dict[str, list[int]] = {}  # places left to deal, by the name of the reading
         self.random, self.draws = random.Random(0), 0
         self.adopt()
 
@@ -343,7 +343,8 @@ class Sampler:
         return [self._deal(self.random.choice(self.pool[domain]), anchors) for domain in drawn]
 
     def _deal(self, number: int, anchors: int) -> tuple[Example, Reading, Tensor]:
-        example, deck = self.examples[number], self.decks.setdefault(number, [])
+        example = self.examples[number]
+        deck = self.decks.setdefault(self.cache.path(example).stem, [])
         while len(deck) < anchors:
             fresh = list(range(len(example.response) - 1))  # the last token has none after it
             self.random.shuffle(fresh)

@@ -136,7 +136,8 @@ class Trainer:
         """Held-out R of chain and tree, by domain and in all; the best head so far goes to `out`."""
         lengths: dict[str, dict[str, list[int]]] = {"all": {"chain": [], "tree": []}}
         for example in self.held_out:
-            rounds = replay(self.draft, self.target, example, self.sampler.cache.get(example))
+            with self.autocast:
+                rounds = replay(self.draft, self.target, example, self.sampler.cache.get(example))
             own = lengths.setdefault(example.domain, {"chain": [], "tree": []})
             for method, values in rounds.items():
                 own[method] += values
@@ -289,7 +290,8 @@ def model_card(trainer: Trainer) -> str:
     domains = list(progress.curve[-1]["R"])
     rows = []
     for entry in progress.curve:
-        R = (f"{entry['R'][domain]['chain']:.2f} / {entry['R'][domain]['tree']:.2f}" for domain in domains)
+        told = (entry["R"].get(domain) for domain in domains)  # files may join later
+        R = (f"{r['chain']:.2f} / {r['tree']:.2f}" if r else "" for r in told)
         rows.append(f"| {entry['minutes']} | {entry['steps']} | {entry['predicted']} | {' | '.join(R)} |")
     return "\n".join([
         f"# {trainer.out.name}",

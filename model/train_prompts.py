@@ -1,4 +1,4 @@
-"""Prompts from templates, for domains that collections of problems leave out; training answers them with the target."""
+"""Prompts from templates, for domains that collections of problems leave out; the target answers them."""
 
 import random
 
@@ -27,14 +27,15 @@ TEMPLATES = {
         "Describe {thing} as if {reader} had never seen one.",
     ),
     "code": (
-        "def {function}:\n    \"\"\" {does}\n    \"\"\"\n",
-        "from typing import List\n\n\ndef {function}:\n    \"\"\" {does}\n    \"\"\"\n",
-        "Complete this Python function:\n\ndef {function}:\n    \"\"\"{does}\"\"\"\n",
+        'def {function}:\n    """ {does}\n    """\n',
         "Write a Python function `{function}` that does this: {does}",
+        'from typing import List\n\n\ndef {function}:\n    """ {does}\n    """\n',
         "How do I do this in {programming}? {does}",
+        'Complete this Python function:\n\ndef {function}:\n    """{does}"""\n',
         "Write a class in {programming} for {structure}, with a short usage example.",
-        "Find the bug: a loop over {structure} in {programming} skips the last element. What are likely causes?",
+        'def {function}:\n    """\n    {does}\n    It must not change its arguments.\n    """\n',
         "Explain step by step how to implement {structure} in {programming}.",
+        'import math\n\n\ndef {function}:\n    """{does}\n    """\n',
         "Write a unit test in Python for `{function}`. {does}",
     ),
 }
