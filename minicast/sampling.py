@@ -1,20 +1,22 @@
-"""From the target's logits to a token: one law and one source of randomness for every method (paper, Theorem 3).
+"""From the target's logits to a token: one law, one source of randomness (paper, Theorem 3).
 
 Legend: T temperature, P cached prefix length, d depth in the packed tree (the pending root b has depth 0),
 V vocabulary size, n packed rows.
 
-The law. `shape_logits` turns logits into log p, up to a constant: temperature, then top-k, then top-p. AR, chain
-and tree all sample from what it returns. Temperature 0 is greedy: the argmax, equal logits going to the lower id.
+The law. `shape_logits` turns logits into log p, up to a constant: temperature, then top-k, then top-p. AR,
+chain and tree all sample from what it returns. Temperature 0 is greedy: the argmax, equal logits going to the
+lower id.
 
-The choice. A token is drawn as argmax(log p + g) with Gumbel noise g, which has exactly the law p. The noise is no
-generator's next output but a hash of (seed, absolute position, token id), so the token chosen for a position
-depends on its prefix and the seed alone: not on the method, the width, the device, or where a round began. The
-token chosen at a packed row of depth d, while b sits at position P, will sit at position P + d + 1; that is the
-position its noise is keyed by. All rows of one depth share one row of noise: the walk visits only one of them.
+The choice. A token is drawn as argmax(log p + g) with Gumbel noise g, which has exactly the law p. The noise
+is no generator's next output but a hash of (seed, absolute position, token id), so the token chosen for a
+position depends on its prefix and the seed alone: not on the method, the width, the device, or where a round
+began. The token chosen at a packed row of depth d, while b sits at position P, will sit at position P + d +
+1; that is the position its noise is keyed by. All rows of one depth share one row of noise: the walk visits
+only one of them.
 
-What this file does not do: it knows neither trees nor models, and it holds no state between calls. Everything has
-static shapes and copies nothing to the host, so the same functions run on the few rows a CPU visits and, inside
-a CUDA graph, on all of them.
+What this file does not do: it knows neither trees nor models, and it holds no state between calls. Everything
+has static shapes and copies nothing to the host, so the same functions run on the few rows a CPU visits and,
+inside a CUDA graph, on all of them.
 """
 
 import math
@@ -40,7 +42,7 @@ class SamplingParams:
         if not (_is_number(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"--temperature must be a finite number >= 0, got {self.temperature}")
         if self.top_k is not None and not (_is_integer(self.top_k) and self.top_k >= 1):
-            raise ValueError(f"--top-k must be an integer >= 1 (leave it out to keep all tokens), got {self.top_k}")
+            raise ValueError(f"--top-k must be an integer >= 1 (leave it out to keep all), got {self.top_k}")
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
         if not (_is_integer(self.seed) and 0 <= self.seed < 2**63):
@@ -64,36 +66,37 @@ def choose(logits: Tensor, params: SamplingParams, noise: Tensor | None = None) 
 
     logits: (rows, V), any float dtype
     noise:  (rows, V) from `gumbel_noise`; not read when greedy
-    Returns (rows,) int64. A row whose logits hold NaN or +inf, or nothing but -inf, gives -1: no drafted token
-    carries it, so the walk stops there and hands the -1 to the caller, who reports non-finite logits.
+    Returns (rows,) int64. A row whose logits hold NaN or +inf, or nothing but -inf, gives -1: no drafted
+    token carries it, so the walk stops there and hands the -1 to the caller, who reports non-finite logits.
     """
     if params.greedy:
         scores = logits
     else:
         shaped = shape_logits(logits, params)
         scores = shaped + noise
-    best = scores.argmax(dim=1, keepdim=True)  # (rows, 1); the lowest id among equals; a NaN beats every number
+    best = scores.argmax(dim=1, keepdim=True)  # (rows, 1); lowest id among equals; a NaN beats all
     return torch.where(scores.gather(1, best).isfinite(), best, -1).squeeze(1)
 
 
 def log_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """log p of every token, (rows, V) -> (rows, V), in fp32 or, for fp64 logits, fp64; -inf outside the support."""
+    """log p of every token, (rows, V) -> (rows, V), fp32 or, for fp64 logits, fp64; -inf where p is 0."""
     return shape_logits(logits, params).log_softmax(dim=1)
 
 
 def shape_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """log p up to a constant per row: temperature, then top-k, then top-p.
 
-    logits: (rows, V). Returns (rows, V), fp32, or fp64 for fp64 logits: the greedy token has 0, tokens outside the
-    support have -inf. At temperature 0 the support is the greedy token alone.
+    logits: (rows, V). Returns (rows, V), fp32, or fp64 for fp64 logits: the greedy token has 0, tokens
+    outside the support have -inf. At temperature 0 the support is the greedy token alone.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if params.greedy:
         greedy = logits.argmax(dim=1, keepdim=True)
         return torch.full_like(logits, -torch.inf).scatter(1, greedy, 0.0)
 
-    # Subtracting the largest logit first keeps any temperature from overflowing, and keeps the differences between
-    # the likely tokens exact. The bounds: beyond them the law is the limit already, and fp32 can hold the quotient.
+    # Subtracting the largest logit first keeps any temperature from overflowing, and keeps the differences
+    # between the likely tokens exact. The bounds: beyond them the law is the limit already, and fp32 can hold
+    # the quotient.
     temperature = min(max(params.temperature, 1e-30), 1e30)
     shaped = (logits - logits.amax(dim=1, keepdim=True)).div_(temperature)
     if params.top_k is not None and params.top_k < logits.shape[1]:
@@ -104,13 +107,13 @@ def shape_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _keep_top_k(shaped: Tensor, k: int) -> Tensor:
-    """Sets all but the k largest of each row to -inf; equal values rank by lower id. (rows, V) -> (rows, V)."""
+    """Sets all but the k largest of a row to -inf; equal values rank by lower id. (rows, V) -> (rows, V)."""
     threshold = shaped.topk(k, dim=1).values[:, -1:]                     # (rows, 1)
     above = shaped > threshold
     return _keep(shaped, above, shaped == threshold, k - above.sum(dim=1, keepdim=True))
 
 
-# The nucleus is found digit by digit: 2^11 bins hold one digit, three digits hold a float's 31 bits below the sign.
+# The nucleus is found digit by digit: 2^11 bins hold a digit, three digits the 31 bits below a float's sign.
 _DIGIT_BITS = 11
 # Probability masses are counted in units of 2^-40 of the largest, so that sums are exact in any order.
 _MASS_UNITS = 2.0**40
@@ -119,10 +122,10 @@ _MASS_UNITS = 2.0**40
 def _keep_top_p(shaped: Tensor, top_p: float) -> Tensor:
     """Keeps each token whose better-ranked tokens hold less than top_p of the mass; sets the rest to -inf.
 
-    Tokens rank by value, equal values by lower id. Instead of sorting the vocabulary, this looks for the value t at
-    which the mass of the tokens down to t reaches top_p, as a radix select does: values become integer keys in rank
-    order, and each pass adds up mass by one digit of the key and finds the digit of t. Masses are integers, so
-    a row has the same nucleus alone, among other rows, and on another device.
+    Tokens rank by value, equal values by lower id. Instead of sorting the vocabulary, this looks for the
+    value t at which the mass of the tokens down to t reaches top_p, as a radix select does: values become
+    integer keys in rank order, and each pass adds up mass by one digit of the key and finds the digit of t.
+    Masses are integers, so a row has the same nucleus alone, among other rows, and on another device.
 
     shaped: (rows, V), the largest of each row is 0. Returns (rows, V).
     """
@@ -134,14 +137,14 @@ def _keep_top_p(shaped: Tensor, top_p: float) -> Tensor:
 
     bins = 2**_DIGIT_BITS
     histogram = mass.new_zeros(mass.shape[0], bins + 2)
-    boundary = torch.zeros_like(limit)                                   # (rows, 1): the leading digits of t's key
+    boundary = torch.zeros_like(limit)                                   # (rows, 1): first digits of t's key
     for shift in reversed(range(0, key_bits, _DIGIT_BITS)):
-        # Bins 1..2^11 are the digits below `boundary`; what ranks before it falls into bin 0, what ranks after
-        # it into the last.
+        # Bins 1..2^11 are the digits below `boundary`; what ranks before it falls into bin 0, what ranks
+        # after it into the last.
         boundary = boundary << _DIGIT_BITS
         digits = ((keys >> shift).sub_(boundary - 1)).clamp_(0, bins + 1)
         reached = histogram.zero_().scatter_add(1, digits, mass).cumsum(dim=1)  # (rows, bins + 2)
-        digit = (reached < limit).sum(dim=1, keepdim=True)               # (rows, 1): the first bin to reach it
+        digit = (reached < limit).sum(dim=1, keepdim=True)               # (rows, 1): first bin to reach it
         boundary = boundary + digit - 1
 
     # Tokens equal to t have equal mass each: as many of them stay as it takes to reach the limit.
@@ -160,7 +163,9 @@ def _keep(shaped: Tensor, above: Tensor, equal: Tensor, room: Tensor) -> Tensor:
     return torch.where(keep, shaped, -torch.inf)
 
 
-def gumbel_noise(seed: int | Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def gumbel_noise(
+    seed: int | Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """The noise that chooses the token at each position. (T,) -> (T, V).
 
     seed:      an int, or an int64 tensor of shape () or (T,): a captured graph reads the seed from a buffer
@@ -173,8 +178,8 @@ def gumbel_noise(seed: int | Tensor, positions: Tensor, vocab_size: int, dtype: 
 def gumbel(uniform: Tensor) -> Tensor:
     """Standard Gumbel values of uniform ones, any shape.
 
-    The textbook form is -log(-log(u)). The largest values, which decide what is drawn, come from u close to 1, where
-    floats are coarse; with 1 - u for u they come from u close to 0, where floats are fine.
+    The textbook form is -log(-log(u)). The largest values, which decide what is drawn, come from u close to
+    1, where floats are coarse; with 1 - u for u they come from u close to 0, where floats are fine.
     """
     return uniform.neg().log1p_().neg_().log_().neg_()
 
@@ -189,8 +194,8 @@ def keyed_uniform(
     tokens:    (C,) or (T, C), any integer dtype
     Returns (T, C).
 
-    A 64-bit hash of seed, position and purpose gives two 32-bit keys a row; a 32-bit hash of the token under these
-    keys gives 31 bits a token. The integer part has the same bits on every device.
+    A 64-bit hash of seed, position and purpose gives two 32-bit keys a row; a 32-bit hash of the token under
+    these keys gives 31 bits a token. The integer part has the same bits on every device.
     """
     key = _mix64(_mix64(torch.zeros_like(positions) + seed) + positions * 4 + purpose)  # (T,)
     first, second = key.view(torch.int32).view(-1, 2, 1).unbind(dim=1)                   # (T, 1) each
@@ -211,8 +216,9 @@ def _mix64(x: Tensor) -> Tensor:
 def _mix32(x: Tensor, key: Tensor) -> Tensor:
     """31 random-looking bits for each int32 of x (T, C) under a key (T, 1): a bijection, less its lowest bit.
 
-    Multiplications are those of the hash `triple32`, products wrap at 32 bits. The key goes in between, so that two
-    rows whose inputs happen to be permutations of one another do not repeat each other. Works in x's memory.
+    Multiplications are those of the hash `triple32`, products wrap at 32 bits. The key goes in between, so
+    that two rows whose inputs happen to be permutations of one another do not repeat each other. Works in x's
+    memory.
     """
     x = x.bitwise_xor_(_shift_right(x, 17, 32)).mul_(-0x12A52B45)
     x = x.bitwise_xor_(_shift_right(x, 11, 32)).mul_(-0x53B3E4AF).bitwise_xor_(key)
@@ -221,5 +227,5 @@ def _mix32(x: Tensor, key: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, count: int, bits: int) -> Tensor:
-    """x >> count with zeros shifted in; torch's own shift repeats the sign bit. Any shape of int32 or int64."""
+    """x >> count with zeros shifted in; torch's own shift repeats the sign bit. Any shape."""
     return (x >> count).bitwise_and_((1 << (bits - count)) - 1)

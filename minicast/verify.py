@@ -5,16 +5,16 @@ p_v the target's law after row v, q the drafter's, K the most children a row can
 
 Every method reads the same two things: the packed tree and one target choice per row, `choices[v]`, the token
 that the target puts after the prefix that ends in row v. The walk starts at b and steps to the child that
-carries the choice, while there is one; the choice at the last row becomes the next pending root. Three verifiers
-differ in nothing but how a row comes to its choice:
+carries the choice, while there is one; the choice at the last row becomes the next pending root. Three
+verifiers differ in nothing but how a row comes to its choice:
 
   greedy      the argmax                                       `minicast.sampling.choose` at temperature 0
   direct      one draw from p_v, blind to the tree             `minicast.sampling.choose`
   stochastic  the paper's recursion over the row's children    `stochastic_choices`, below
 
-The walk comes in two forms, held equal by tests. `walk` is tensor code of static shape: no value ever reaches the
-host, so it runs inside a CUDA graph. `walk_rows` runs on the host and asks for a choice only at the rows it
-visits, at most L + 1 of n, which is cheaper where a choice costs a pass over the vocabulary and no graph
+The walk comes in two forms, held equal by tests. `walk` is tensor code of static shape: no value ever reaches
+the host, so it runs inside a CUDA graph. `walk_rows` runs on the host and asks for a choice only at the rows
+it visits, at most L + 1 of n, which is cheaper where a choice costs a pass over the vocabulary and no graph
 wants static shapes.
 """
 
@@ -133,22 +133,23 @@ def stochastic_choices(
 ) -> Tensor:
     """The choice at each row by recursive speculative sampling without replacement (paper, Theorem 3).
 
-    At a row with law p, start from mu = p. Draw a candidate c among the children that are left, by the proposal
-    renormalised over them, q~; commit c with probability min(1, mu(c) / q~(c)); otherwise mu becomes
+    At a row with law p, start from mu = p. Draw a candidate c among the children that are left, by the
+    proposal renormalised over them, q~; commit c with probability min(1, mu(c) / q~(c)); otherwise mu becomes
     (mu - q~)+, normalised, and c is left out. When no child is left, commit a draw from the final mu.
 
-    Theorem 3 says that the committed token has the law p whatever the proposal is, as long as every child can be
-    drawn. So each child c is committed with probability exactly p(c), as by one direct draw from p: the
-    law of the token at every visited row is that of the direct walk, hence by induction over the rows also the law of
-    (path, next token), and of the committed length R. Trying several children gains nothing over a single
-    draw here, because the recursion tries every child the tree retains, and a draw from p that falls on any of
-    them is accepted too. (A child that was rejected has mu(c) = 0 from then on, so the final draw can
-    never be a child: what is committed is a child if and only if it was accepted.) The two differ in text for
-    a given seed, and only the direct walk repeats AR's text.
+    Theorem 3 says that the committed token has the law p whatever the proposal is, as long as every child can
+    be drawn. So each child c is committed with probability exactly p(c), as by one direct draw from p: the
+    law of the token at every visited row is that of the direct walk, hence by induction over the rows also
+    the law of (path, next token), and of the committed length R. Trying several children gains nothing over a
+    single draw here, because the recursion tries every child the tree retains, and a draw from p that falls
+    on any of them is accepted too. (A child that was rejected has mu(c) = 0 from then on, so the final draw
+    can never be a child: what is committed is a child if and only if it was accepted.) The two differ in text
+    for a given seed, and only the direct walk repeats AR's text.
 
-    Rejection changes mu at the children and scales it by a common factor elsewhere, so the recursion works on (n, K)
-    values and the vocabulary is read once, by the final draw. Nothing in a row depends on another row or on a value on
-    the host: one call can serve the one row a host walk visits, or all n rows inside a graph before `walk`.
+    Rejection changes mu at the children and scales it by a common factor elsewhere, so the recursion works on
+    (n, K) values and the vocabulary is read once, by the final draw. Nothing in a row depends on another row
+    or on a value on the host: one call can serve the one row a host walk visits, or all n rows inside a graph
+    before `walk`.
 
     log_p:     (n, V) log p of each row, from `minicast.sampling.log_probabilities`
     children:  (n, K)
@@ -157,8 +158,8 @@ def stochastic_choices(
     noise:     (n, V) `gumbel_noise` of these positions, for the final draw
     Returns (n,) int64; -1 at a row without finite log p, as `minicast.sampling.choose`.
     """
-    # Sorting by log q + Gumbel noise puts the children in the order in which drawing without replacement, each
-    # time by the renormalised proposal, would draw them.
+    # Sorting by log q + Gumbel noise puts the children in the order in which drawing without replacement,
+    # each time by the renormalised proposal, would draw them.
     draws = gumbel(keyed_uniform(seed, positions, children.tokens, PROPOSAL, torch.float64))      # (n, K)
     log_q, order = children.log_q.double(), (children.log_q + draws).argsort(dim=1, descending=True)
     log_q, tokens = log_q.gather(1, order), children.tokens.gather(1, order)                      # (n, K)
@@ -190,16 +191,16 @@ def acceptance(p: Tensor, log_q: Tensor) -> Tensor:
     It depends on the order of the candidates, not on the random numbers. Columns are in order of drawing.
 
     p:     (n, K) fp64, the row's law at the candidates; 0 where there is no candidate
-    log_q: (n, K) fp64, log proposal up to a constant per row; -inf where there is no candidate, last columns first
+    log_q: (n, K) fp64, log proposal up to a constant per row; -inf in the last columns, with no candidate
     Returns (n, K) fp64, 0 where there is no candidate.
     """
-    mu = p                                                                                        # (n, K) at children
-    elsewhere = (1 - p.sum(dim=1, keepdim=True)).clamp(min=0)                                     # (n, 1) mu's mass
+    mu = p                                                             # (n, K): mu at the children
+    elsewhere = (1 - p.sum(dim=1, keepdim=True)).clamp(min=0)          # (n, 1): mass of mu elsewhere
     accept = []
     for k in range(p.shape[1]):
-        q = log_q[:, k:].softmax(dim=1)                                # (n, K - k): q~; NaN when no child is left
+        q = log_q[:, k:].softmax(dim=1)                                # (n, K - k): q~; NaN if none is left
         onward = (mu - q).clamp(min=0)
-        mass = elsewhere + onward.sum(dim=1, keepdim=True)                                        # (n, 1)
+        mass = elsewhere + onward.sum(dim=1, keepdim=True)             # (n, 1)
         ratio = mu[:, :1] / q[:, :1]
         # No mass to go on with means mu = q~: accept (but never a token that the target excludes).
         ratio = torch.where((mass <= 0) & (mu[:, :1] > 0), 1.0, ratio)
@@ -211,28 +212,31 @@ def acceptance(p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def target_choices(
-    logits: Tensor, params: SamplingParams, positions: Tensor, children: Siblings | None = None
+    logits: Tensor, params: SamplingParams, positions: Tensor, children: Siblings | None = None,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """The target's choice at each row, by whatever rule the request asks for.
 
     logits:    (rows, V)
     positions: (rows,) int64, absolute position of the token chosen at each row
     children:  (rows, K) for the stochastic verifier, None for the direct walk; not read when greedy
+    seed:      (1,) int64 on the device, for a graph that serves any seed; None: that of `params`
     Returns (rows,) int64; -1 at a row whose logits are not finite.
     """
     if params.greedy:
         return choose(logits, params)
-    noise = gumbel_noise(params.seed, positions, logits.shape[1])
+    seed = params.seed if seed is None else seed
+    noise = gumbel_noise(seed, positions, logits.shape[1])
     if children is None:
         return choose(logits, params, noise)
-    return stochastic_choices(log_probabilities(logits, params), children, params.seed, positions, noise)
+    return stochastic_choices(log_probabilities(logits, params), children, seed, positions, noise)
 
 
 def visit(
-    tokens: Tensor, parents: Tensor, logits: Tensor, params: SamplingParams, P: Tensor, children: Siblings | None,
-    max_depth: int,
+    tokens: Tensor, parents: Tensor, logits: Tensor, params: SamplingParams, P: Tensor,
+    children: Siblings | None, max_depth: int,
 ) -> Walk:
-    """`walk` by `target_choices`, made only at the rows visited, as `walk_rows` does: one at a time, on the host.
+    """`walk` by `target_choices` made one at a time on the host, only at the rows visited (`walk_rows`).
 
     tokens, parents: (n,) int64 as in `walk`; logits: (n, V); P: (1,) int64, position of b
     """
@@ -242,7 +246,6 @@ def visit(
         return target_choices(logits[row : row + 1], params, P + depth + 1, here).item()
 
     path, next_root = walk_rows(child_rows(tokens.tolist(), parents.tolist()), choice)
-    accepted = len(path) - 1
-    padded = path + list(range(accepted + 1, max_depth + 1))
-    accepted, last, next_root = (torch.tensor(value, device=tokens.device) for value in (accepted, path[-1], next_root))
-    return Walk(accepted, torch.tensor(padded, device=tokens.device), last, next_root)
+    padded = path + list(range(len(path), max_depth + 1))
+    values = (len(path) - 1, padded, path[-1], next_root)
+    return Walk(*(torch.tensor(value, device=tokens.device) for value in values))

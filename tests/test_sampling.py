@@ -1,7 +1,7 @@
 """Sampling: the law that logits stand for, and the keyed noise that draws from it.
 
-The noise is a pure function of its keys, so these tests pass or fail for good. A stated false-alarm probability is the
-chance that a sound hash with other constants would fail.
+The noise is a pure function of its keys, so these tests pass or fail for good. A stated false-alarm
+probability is the chance that a sound hash with other constants would fail.
 """
 
 import math
@@ -37,7 +37,8 @@ from minicast.sampling import (
     ],
 )
 def test_a_senseless_request_is_refused_by_the_flags_name(flag, values):
-    """One line that names the flag and the value. Guards against NaN passing a comparison, and True passing as 1."""
+    """One line that names the flag and the value. Guards against NaN passing a comparison, and True passing
+    as 1."""
     for value in values:
         with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} .* got {value}") as error:
             SamplingParams(**{"temperature": 1.0, flag: value})
@@ -45,7 +46,8 @@ def test_a_senseless_request_is_refused_by_the_flags_name(flag, values):
 
 
 def test_a_sensible_request_is_taken():
-    for params in (SamplingParams(0), SamplingParams(1e-320, 10**6, 1e-9, 2**63 - 1), SamplingParams(2, 1, 1)):
+    for request in ((0,), (1e-320, 10**6, 1e-9, 2**63 - 1), (2, 1, 1)):
+        params = SamplingParams(*request)
         assert params.greedy == (params.temperature == 0)
 
 
@@ -53,7 +55,8 @@ def test_a_sensible_request_is_taken():
 
 
 def slow_support(values, top_k, top_p):
-    """Tokens kept in one row, by sorting: by value, then by lower id. values: (V,) after temperature. Returns a set."""
+    """Tokens kept in one row, by sorting: by value, then by lower id. values: (V,) after temperature. Returns
+    a set."""
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     order = [token for token in order if values[token] > -math.inf][:top_k]
     mass = [math.exp(values[token]) for token in order]
@@ -67,7 +70,8 @@ def slow_support(values, top_k, top_p):
 
 
 def random_logits(rng, rows, vocab_size):
-    """Logits of several shapes (rows, V): smooth, on a coarse grid (many ties, as bf16 has), flat, and with -inf."""
+    """Logits of several shapes (rows, V): smooth, on a coarse grid (many ties, as bf16 has), flat, and with
+    -inf."""
     logits = 3 * rng.normal(size=(rows, vocab_size))
     logits[1::4] = np.round(logits[1::4])
     logits[2::4] = np.round(logits[2::4] / 8)
@@ -80,14 +84,17 @@ def random_logits(rng, rows, vocab_size):
 def test_support_equals_sorting(dtype):
     """Top-k, top-p and both keep what a sort keeps, ties by lower id, whether rows come alone or together.
 
-    Together is the captured path, alone is the CPU's: a support that depended on it would give the methods different
-    text. Cutting points that no tie decides are far apart here against the rounding of any sum.
+    Together is the captured path, alone is the CPU's: a support that depended on it would give the methods
+    different text. Cutting points that no tie decides are far apart here against the rounding of any sum.
     """
     rng = np.random.default_rng(2)
     logits = random_logits(rng, 12, 97).to(dtype)
     for temperature in (0.4, 1.0):
-        for top_k, top_p in ((None, None), (1, None), (5, None), (96, None), (None, 0.05), (None, 0.5), (None, 0.93),
-                             (None, 0.9999), (7, 0.6), (40, 0.97), (1, 0.5)):  # fmt: skip
+        for top_k, top_p in (
+            *((None, None), (1, None), (5, None), (96, None)),
+            *((None, 0.05), (None, 0.5), (None, 0.93), (None, 0.9999)),
+            *((7, 0.6), (40, 0.97), (1, 0.5)),
+        ):
             params = SamplingParams(temperature, top_k, top_p)
             shaped = shape_logits(logits, params)
             assert shaped.dtype == dtype
@@ -101,7 +108,8 @@ def test_support_equals_sorting(dtype):
 
 
 def test_temperature_comes_first():
-    """The nucleus is that of the scaled law: p = (.5, .3, .2) at top-p 0.6 keeps two tokens, at T = 1/4 only one."""
+    """The nucleus is that of the scaled law: p = (.5, .3, .2) at top-p 0.6 keeps two tokens, at T = 1/4 only
+    one."""
     logits = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
     law = log_probabilities(logits, SamplingParams(1.0, top_p=0.6)).exp()
     torch.testing.assert_close(law, torch.tensor([[0.625, 0.375, 0.0]], dtype=torch.float64))
@@ -111,12 +119,13 @@ def test_temperature_comes_first():
 def test_top_k_comes_before_top_p():
     """p = (.4, .3, .2, .1), top-k 2, top-p 0.5: of (4/7, 3/7) the first token alone reaches one half."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    assert (shape_logits(logits, SamplingParams(1.0, 2, 0.5)) > -torch.inf).tolist() == [[True, False, False, False]]
-    assert (shape_logits(logits, SamplingParams(1.0, None, 0.5)) > -torch.inf).tolist() == [[True, True, False, False]]
+    for top_k, kept in ((2, [True, False, False, False]), (None, [True, True, False, False])):
+        assert (shape_logits(logits, SamplingParams(1.0, top_k, 0.5)) > -torch.inf).tolist() == [kept]
 
 
 def test_nucleus_of_exact_ties_ends_at_the_lower_ids():
-    """Eight equal tokens, two -inf: top-p 0.5 keeps four, 0.51 five, and top-k 3 three, always the lowest ids."""
+    """Eight equal tokens, two -inf: top-p 0.5 keeps four, 0.51 five, and top-k 3 three, always the lowest
+    ids."""
     logits = torch.full((1, 10), 2.0)
     logits[0, [0, 4]] = -torch.inf
     for params, kept in (
@@ -130,25 +139,28 @@ def test_nucleus_of_exact_ties_ends_at_the_lower_ids():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extremes_are_finite_and_greedy(dtype):
-    """Vanishing temperatures and nuclei, and huge logits, give the greedy token: no overflow, no 0 / 0, no NaN."""
+    """Vanishing temperatures and nuclei, and huge logits, give the greedy token: no overflow, no 0 / 0, no
+    NaN."""
     rng = np.random.default_rng(4)
     logits = torch.from_numpy(rng.normal(size=(20, 50))).to(dtype)
     spread = torch.where(logits > 0, 1e4, -1e4).to(dtype) + logits
     noise = gumbel_noise(3, torch.arange(20), 50, dtype)
-    for params in (SamplingParams(0.0), SamplingParams(1e-30), SamplingParams(1e-320), SamplingParams(1.0, top_p=1e-9),
-                   SamplingParams(1.0, top_p=1e-320), SamplingParams(1.0, top_k=1)):  # fmt: skip
+    for request in ((0.0,), (1e-30,), (1e-320,), (1.0, None, 1e-9), (1.0, None, 1e-320), (1.0, 1)):
+        params = SamplingParams(*request)
         for values in (logits, spread):
             assert torch.equal(choose(values, params, noise), values.argmax(dim=1)), params
             assert not log_probabilities(values, params).isnan().any()
     gapped = logits.round(decimals=2) + torch.linspace(0, 1e-3, 50).to(dtype)  # top two at least 1e-5 apart
     gapped.scatter_add_(1, gapped.argmax(dim=1, keepdim=True), torch.full((20, 1), 0.01, dtype=dtype))
     assert torch.equal(choose(gapped, SamplingParams(1e-4), noise), gapped.argmax(dim=1))
-    hot = shape_logits(torch.cat([logits, torch.full((20, 1), -torch.inf, dtype=dtype)], dim=1), SamplingParams(1e308))
+    with_excluded = torch.cat([logits, torch.full((20, 1), -torch.inf, dtype=dtype)], dim=1)
+    hot = shape_logits(with_excluded, SamplingParams(1e308))
     assert (hot[:, :-1].abs() < 1e-6).all() and (hot[:, -1] == -torch.inf).all()
 
 
 def test_equal_logits_go_to_the_lower_id():
-    """Greedy, top-k 1 and a vanishing nucleus pick 3 of the equal 3 and 7, in every dtype, whatever the noise."""
+    """Greedy, top-k 1 and a vanishing nucleus pick 3 of the equal 3 and 7, in every dtype, whatever the
+    noise."""
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         logits = torch.zeros(1, 10, dtype=dtype)
         logits[0, [3, 7]] = 2.0
@@ -159,7 +171,8 @@ def test_equal_logits_go_to_the_lower_id():
 
 
 def test_top_k_of_the_whole_vocabulary_is_no_top_k():
-    """k = V, V + 1 and 10^6 choose as no top-k does; so does top-p 1. Guards against an index beyond the vocabulary."""
+    """k = V, V + 1 and 10^6 choose as no top-k does; so does top-p 1. Guards against an index beyond the
+    vocabulary."""
     logits = torch.randn(500, 30, generator=torch.Generator().manual_seed(0))
     noise = gumbel_noise(1, torch.arange(500), 30)
     expected = choose(logits, SamplingParams(1.3), noise)
@@ -170,7 +183,8 @@ def test_top_k_of_the_whole_vocabulary_is_no_top_k():
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.7), SamplingParams(0.7, 3, 0.9)])
 def test_non_finite_rows_give_minus_one(params):
-    """NaN, +inf or nothing but -inf in one row is reported there, and only there; single -inf logits are fine.
+    """NaN, +inf or nothing but -inf in one row is reported there, and only there; single -inf logits are
+    fine.
 
     Guards against printing token 0 for ever when a model overflows.
     """
@@ -218,7 +232,8 @@ def test_noise_is_the_written_hash():
             uniform = keyed_uniform(seed, positions, tokens, purpose, torch.float64)
             expected = [[slow_bits(seed, p, t, purpose) for t in tokens.tolist()] for p in positions.tolist()]
             assert (uniform * 2**31 - 0.5).round().long().tolist() == expected
-            by_tensor = keyed_uniform(torch.tensor(seed), positions, tokens.expand(5, -1), purpose, torch.float64)
+            repeated = tokens.expand(5, -1)
+            by_tensor = keyed_uniform(torch.tensor(seed), positions, repeated, purpose, torch.float64)
             assert torch.equal(by_tensor, uniform)
     assert torch.equal(gumbel_noise(9, positions, 50)[2], gumbel_noise(9, positions[2:3], 50)[0])
     assert torch.equal(
@@ -231,8 +246,8 @@ def test_noise_is_the_written_hash():
 def test_extreme_bits_give_finite_noise(dtype, monkeypatch):
     """All zeros and all ones stay strictly inside (0, 1), and the upper tail is finely resolved in fp32 too.
 
-    Of 152,000 Gumbel values the largest is near 12, at u = 1 - 6e-6, where fp32 has no more than a hundred steps left
-    in the textbook form: ties among tokens, settled by id, would bias the draw.
+    Of 152,000 Gumbel values the largest is near 12, at u = 1 - 6e-6, where fp32 has no more than a hundred
+    steps left in the textbook form: ties among tokens, settled by id, would bias the draw.
     """
     bits = torch.tensor([[0, 1, 2, 2**31 - 2, 2**31 - 1]], dtype=torch.int32)
     monkeypatch.setattr(sampling, "_mix32", lambda x, key: bits.clone())
@@ -271,17 +286,20 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_noise_is_uniform_and_independent(layout):
-    """Along tokens, positions and seeds: high, middle and low bits uniform, neighbours independent in twos and threes.
+    """Along tokens, positions and seeds: high, middle and low bits uniform, neighbours independent in twos
+    and threes.
 
-    63 chi-squares of 256 bins or more on a million numbers, each within 6 standard scores: false alarm 1e-5 in all.
-    Guards against a lattice, rows that repeat each other shifted or permuted, and seeds that only shift positions.
+    63 chi-squares of 256 bins or more on a million numbers, each within 6 standard scores: false alarm 1e-5
+    in all. Guards against a lattice, rows that repeat each other shifted or permuted, and seeds that only
+    shift positions.
     """
     bits = (LAYOUTS[layout]().flatten() * 2**31).long()
     for byte in (bits >> 23, bits >> 12 & 255, bits & 255):
         assert abs(chi_square_excess(torch.bincount(byte, minlength=256).double(), len(bits) / 256)) < 6
     for stride in (1, 2, 999, 1000, 1001):
         pair = (bits[:-stride] >> 26) * 32 + (bits[stride:] >> 26)
-        assert abs(chi_square_excess(torch.bincount(pair, minlength=1024).double(), len(pair) / 1024)) < 6, stride
+        counts = torch.bincount(pair, minlength=1024).double()
+        assert abs(chi_square_excess(counts, len(pair) / 1024)) < 6, stride
     triple = (bits[:-2] >> 28) * 64 + (bits[1:-1] >> 28) * 8 + (bits[2:] >> 28)
     assert abs(chi_square_excess(torch.bincount(triple, minlength=512).double(), len(triple) / 512)) < 6
 
@@ -289,14 +307,14 @@ def test_noise_is_uniform_and_independent(layout):
 def test_rows_do_not_correlate():
     """Correlations among 600 rows of positions, seeds and purposes look like those of independent rows.
 
-    180,000 correlations of 4,096 numbers each: none above 7 standard deviations (false alarm 5e-7), and their mean
-    square within 2 % of 1 / 4,096 (its own deviation is 0.33 %).
+    180,000 correlations of 4,096 numbers each: none above 7 standard deviations (false alarm 5e-7), and their
+    mean square within 2 % of 1 / 4,096 (its own deviation is 0.33 %).
     """
     positions = torch.arange(200)
     tokens = torch.arange(4096)
     rows = torch.cat([
         keyed_uniform(0, positions, tokens, CHOICE, torch.float64),
-        keyed_uniform(torch.arange(1, 201), torch.zeros(200, dtype=torch.int64), tokens, CHOICE, torch.float64),
+        keyed_uniform(1 + positions, torch.zeros_like(positions), tokens, CHOICE, torch.float64),
         keyed_uniform(0, positions, tokens, PROPOSAL, torch.float64)[:100],
         keyed_uniform(0, positions, tokens, ACCEPTANCE, torch.float64)[:100],
     ])  # fmt: skip
@@ -341,9 +359,11 @@ def test_collisions_are_those_of_chance():
 
 
 def test_gumbel_moments_and_tail():
-    """fp32 and fp64 noise agree where it matters; mean, variance and tail are those of the Gumbel law (a million draws).
+    """fp32 and fp64 noise agree where it matters; mean, variance and tail are those of the Gumbel law (a
+    million draws).
 
-    Mean within 6 of its deviations, variance within 1 %, the count above 9 (123 expected) within 6: false alarm 1e-8.
+    Mean within 6 of its deviations, variance within 1 %, the count above 9 (123 expected) within 6: false
+    alarm 1e-8.
     """
     positions = torch.arange(20)
     exact = gumbel_noise(0, positions, 50_000, torch.float64)
@@ -358,11 +378,13 @@ def test_gumbel_moments_and_tail():
 def test_choices_have_the_law():
     """argmax(log p + g) over 200,000 positions: frequencies of 12 tokens, two of them rare, fit p.
 
-    Chi-square within 6 standard scores of its mean (false alarm 1e-5), processors off and on; excluded tokens never.
+    Chi-square within 6 standard scores of its mean (false alarm 1e-5), processors off and on; excluded tokens
+    never.
     """
     logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.5, -torch.inf, -4.0, -6.0, 0.3, 0.2]])
     noise = gumbel_noise(8, torch.arange(200_000), 12)
-    for params in (SamplingParams(1.0), SamplingParams(0.7), SamplingParams(1.0, top_k=5), SamplingParams(1.5, top_p=0.8)):
+    for request in ((1.0,), (0.7,), (1.0, 5), (1.5, None, 0.8)):
+        params = SamplingParams(*request)
         p = log_probabilities(logits.double(), params)[0].exp()
         shaped = shape_logits(logits, params).expand(200_000, -1)
         counts = torch.bincount(choose(shaped, SamplingParams(1.0), noise), minlength=12)
@@ -394,7 +416,8 @@ def test_compiled_equals_eager():
         noise = gumbel_noise(seed, positions, 3000)
         return keyed_uniform(seed, positions, torch.arange(3000), CHOICE), choose(logits, params, noise)
 
-    for params in (SamplingParams(), SamplingParams(0.7), SamplingParams(0.9, 50), SamplingParams(0.9, 50, 0.9)):
+    for request in ((0.0,), (0.7,), (0.9, 50), (0.9, 50, 0.9)):
+        params = SamplingParams(*request)
         compiled = torch.compile(chosen, fullgraph=True)
         for seed in (torch.tensor(1), torch.tensor(2)):
             for fast, slow in zip(compiled(seed, params), chosen(seed, params)):

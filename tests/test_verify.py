@@ -1,12 +1,13 @@
-"""The walk and the stochastic verifier: every fast form equals a slow obvious one, and the law is the target's.
+"""The walk and the stochastic verifier: every fast form equals a slow obvious one, and the law is the
+target's.
 
-All randomness is keyed or seeded, so these tests pass or fail for good. Where a docstring states a false-alarm
-probability, it is the chance that a correct implementation with another hash would fail.
+All randomness is keyed or seeded, so these tests pass or fail for good. Where a docstring states a
+false-alarm probability, it is the chance that a correct implementation with another hash would fail.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,18 @@ from minicast.sampling import (
     keyed_uniform,
     log_probabilities,
 )
-from minicast.verify import Siblings, acceptance, child_rows, siblings, stochastic_choices, walk, walk_rows
+from minicast.verify import (
+    Siblings,
+    Walk,
+    acceptance,
+    child_rows,
+    siblings,
+    stochastic_choices,
+    target_choices,
+    visit,
+    walk,
+    walk_rows,
+)
 
 # ---------------------------------------------------------------------------------------------- the walk
 
@@ -39,7 +51,8 @@ class Packed:
 
 
 def random_packed(rng, nodes, max_depth, vocab_size, padding=0, root_parent=0):
-    """A random tree of at most `nodes` nodes with distinct siblings, padded with rows that are their own parent."""
+    """A random tree of at most `nodes` nodes with distinct siblings, padded with rows that are their own
+    parent."""
     tokens, parents, depths, log_mass = [int(rng.integers(vocab_size))], [root_parent], [0], [0.0]
     taken = set()
     for _ in range(nodes):
@@ -59,7 +72,8 @@ def random_packed(rng, nodes, max_depth, vocab_size, padding=0, root_parent=0):
     visible = torch.eye(n, dtype=torch.bool)
     for row in range(1, n - padding):
         visible[row] |= visible[parents[row]]
-    return Packed(torch.tensor(tokens), torch.tensor(parents), visible, torch.tensor(log_mass, dtype=torch.float64))
+    log_mass = torch.tensor(log_mass, dtype=torch.float64)
+    return Packed(torch.tensor(tokens), torch.tensor(parents), visible, log_mass)
 
 
 def slow_walk(packed, choices):
@@ -81,14 +95,15 @@ def slow_walk(packed, choices):
 def test_walks_agree(root_parent):
     """Tensor walk, host walk and slow walk take the same path on random trees, with and without padding rows.
 
-    Choices follow the tree half of the time, so that deep paths occur. Guards against accepting a row whose ancestor
-    was rejected, padding that matches, and a path in anything but root-to-leaf order.
+    Choices follow the tree half of the time, so that deep paths occur. Guards against accepting a row whose
+    ancestor was rejected, padding that matches, and a path in anything but root-to-leaf order.
     """
     rng = np.random.default_rng(3)
     lengths = set()
     for _ in range(300):
         max_depth = int(rng.integers(1, 7))
-        packed = random_packed(rng, int(rng.integers(0, 40)), max_depth, 5, int(rng.integers(0, 4)), root_parent)
+        nodes, padding = int(rng.integers(0, 40)), int(rng.integers(0, 4))
+        packed = random_packed(rng, nodes, max_depth, 5, padding, root_parent)
         choices = torch.from_numpy(rng.integers(0, 5, len(packed.tokens)))
         for row in range(1, len(choices)):
             if rng.random() < 0.5:
@@ -116,7 +131,8 @@ def test_walks_agree(root_parent):
 
 
 def test_an_invalid_choice_ends_the_walk():
-    """-1, the choice at a row of non-finite logits, matches no token, padding included, and reaches the caller."""
+    """-1, the choice at a row of non-finite logits, matches no token, padding included, and reaches the
+    caller."""
     packed = random_packed(np.random.default_rng(0), 10, 3, 4, padding=2)
     packed.tokens[-2:] = -1
     fast = walk(packed.tokens, packed.parents, packed.visible, torch.full_like(packed.tokens, -1), 3)
@@ -129,8 +145,8 @@ def test_nothing_reaches_the_host():
     n, vocab_size = len(packed.tokens), 16
     for params in (SamplingParams(), SamplingParams(0.7), SamplingParams(0.7, top_k=3, top_p=0.9)):
         with FakeTensorMode() as mode:
-            fake = [mode.from_tensor(x) for x in (packed.tokens, packed.parents, packed.visible, packed.log_mass)]
-            tokens, parents, visible, log_mass = fake
+            tree = (packed.tokens, packed.parents, packed.visible, packed.log_mass)
+            tokens, parents, visible, log_mass = (mode.from_tensor(values) for values in tree)
             positions = visible.sum(dim=1) + 7
             logits = torch.randn(n, vocab_size)
             seed = torch.zeros((), dtype=torch.int64)
@@ -163,7 +179,8 @@ def test_siblings_gathers_each_rows_children():
 def theorem_3(p, candidates, log_q, proposal_noise, uniform, final_noise):
     """The rule of Theorem 3, line by line over the full vocabulary, at one node.
 
-    p, final_noise: (V,) float64; candidates: list of tokens; log_q, proposal_noise, uniform: one each a candidate.
+    p, final_noise: (V,) float64; candidates: list of tokens; log_q, proposal_noise, uniform: one each a
+    candidate.
     Returns (committed token, number of candidates rejected).
     """
     mu = p.copy()
@@ -172,7 +189,8 @@ def theorem_3(p, candidates, log_q, proposal_noise, uniform, final_noise):
         weights = np.exp(log_q[available] - log_q[available].max())
         proposal = np.zeros_like(p)
         proposal[[candidates[i] for i in available]] = weights / weights.sum()
-        drawn = max(available, key=lambda i: log_q[i] + proposal_noise[i])  # Gumbel-max: a draw from the proposal
+        # Gumbel-max: a draw from the proposal.
+        drawn = max(available, key=lambda i: log_q[i] + proposal_noise[i])
         candidate = candidates[drawn]
         if uniform[drawn] < min(1.0, mu[candidate] / proposal[candidate]):
             return candidate, len(candidates) - len(available)
@@ -195,10 +213,11 @@ def random_node(rng, vocab_size, children):
 
 
 def test_stochastic_choices_follow_theorem_3():
-    """At 3,000 random nodes of 0 to 5 children the tensor form commits the token of the line-by-line reference.
+    """At 3,000 random nodes of 0 to 5 children the tensor form commits the token of the line-by-line
+    reference.
 
-    Both read the same uniforms. All rows go through in one call, so a row that leaked into another would show. Every
-    way out of the recursion has to occur.
+    Both read the same uniforms. All rows go through in one call, so a row that leaked into another would
+    show. Every way out of the recursion has to occur.
     """
     rng = np.random.default_rng(7)
     nodes, vocab_size, most = 3000, 8, 5
@@ -226,10 +245,12 @@ def test_stochastic_choices_follow_theorem_3():
 
 
 def test_committed_law_is_exactly_the_targets():
-    """Summing the recursion over every order of the candidates gives p to 1e-12: no draws, no tolerance for chance.
+    """Summing the recursion over every order of the candidates gives p to 1e-12: no draws, no tolerance for
+    chance.
 
-    Each order has its probability under drawing without replacement; within one, `acceptance` gives the probability of
-    each way out. Guards against q renormalised over all siblings, residuals not clamped or not normalised.
+    Each order has its probability under drawing without replacement; within one, `acceptance` gives the
+    probability of each way out. Guards against q renormalised over all siblings, residuals not clamped or not
+    normalised.
     """
     rng = np.random.default_rng(13)
     for trial in range(60):
@@ -244,7 +265,8 @@ def test_committed_law_is_exactly_the_targets():
             picked = tokens[list(order)]
             accept = []
             if count:
-                accept = acceptance(torch.from_numpy(p[picked])[None], torch.from_numpy(log_q[list(order)])[None])[0]
+                here, proposed = torch.from_numpy(p[picked]), torch.from_numpy(log_q[list(order)])
+                accept = acceptance(here[None], proposed[None])[0]
             for token, probability in zip(picked, accept):
                 law[token] += reach * float(probability)
                 reach *= 1 - float(probability)
@@ -260,8 +282,8 @@ def test_committed_law_is_exactly_the_targets():
 def test_recursion_keeps_to_the_support():
     """A proposal that is all but sure of a token which p excludes, and a p with no mass outside the children.
 
-    fp32, where probabilities sum to 1 give or take rounding. Guards against dividing by an empty residual, and against
-    committing an excluded token, or token 0, because nothing was left.
+    fp32, where probabilities sum to 1 give or take rounding. Guards against dividing by an empty residual,
+    and against committing an excluded token, or token 0, because nothing was left.
     """
     vocab_size, rows = 6, 4000
     logits = torch.tensor([-torch.inf, 3.0, -torch.inf, 0.1, -torch.inf, 2.0]).expand(rows, -1)
@@ -269,7 +291,8 @@ def test_recursion_keeps_to_the_support():
     positions = torch.arange(rows)
     noise = gumbel_noise(0, positions, vocab_size)
     for tokens in ([2, 1], [1, 3, 5], [5, 3, 1, 2], [0, 2, 4], [4, 5, 3]):
-        for log_q in ([0.0] * len(tokens), [0.0] + [-40.0] * (len(tokens) - 1), [-40.0] * (len(tokens) - 1) + [0.0]):
+        unlikely = [-40.0] * (len(tokens) - 1)
+        for log_q in ([0.0] * len(tokens), [0.0] + unlikely, unlikely + [0.0]):
             children = Siblings(torch.tensor(tokens).expand(rows, -1), torch.tensor(log_q).expand(rows, -1))
             committed = stochastic_choices(log_p, children, 0, positions, noise)
             assert set(committed.tolist()) == {1, 3, 5}
@@ -301,7 +324,8 @@ class Toy:
     def __init__(self, params, seed=0):
         rng = np.random.default_rng(seed)
         self.params = params
-        self.logits = torch.from_numpy(1.2 * rng.normal(size=(VOCAB, VOCAB, VOCAB)))  # (second last, last, next)
+        # Both by (second last, last, next).
+        self.logits = torch.from_numpy(1.2 * rng.normal(size=(VOCAB, VOCAB, VOCAB)))
         self.p = log_probabilities(self.logits.view(-1, VOCAB), params).exp().view(VOCAB, VOCAB, VOCAB)
         self.guess = torch.from_numpy(rng.dirichlet(np.full(VOCAB, 0.5), size=(VOCAB, VOCAB, DEPTH)))
 
@@ -316,7 +340,8 @@ class Toy:
         return (0.6 * torch.stack(marginals) + 0.4 * self.guess[before, root]).log()
 
     def packed(self, before, root, width):
-        """The chain of top tokens for width "chain", else the `width` prefixes of largest mass, found by sorting all.
+        """The chain of top tokens for width "chain", else the `width` prefixes of largest mass, found by
+        sorting all.
 
         Returns the packed tree and the (second last, last) tokens of each row, (n,) each.
         """
@@ -334,13 +359,14 @@ class Toy:
         for row in range(1, len(rows)):
             visible[row] |= visible[parents[row]]
         tokens = torch.tensor([root] + [y[-1] for y in prefixes])
-        log_mass = torch.tensor([sum(log_q[d][t] for d, t in enumerate(y)) for y in rows], dtype=torch.float64)
+        log_mass = [sum(log_q[d][t] for d, t in enumerate(y)) for y in rows]
         second_last = tokens[parents].clone()
         second_last[0] = before
-        return Packed(tokens, parents, visible, log_mass), second_last
+        return Packed(tokens, parents, visible, torch.tensor(log_mass, dtype=torch.float64)), second_last
 
 
-# A verifier: (log p of each packed row (n, V), tree, packed row of each run (m,), seeds (m,), positions (m,)) -> (m,).
+# A verifier: (log p of each packed row (n, V), tree, packed row of each run (m,), seeds (m,), positions (m,))
+# -> (m,).
 
 
 def direct(log_p, packed, rows, seeds, positions):
@@ -364,7 +390,8 @@ def biased(log_p, packed, rows, seeds, positions):
 
 
 def by_prefix(committed):
-    """Runs that have committed the same tokens: (m, done) -> pairs of a prefix and the indices of its runs."""
+    """Runs that have committed the same tokens: (m, done) -> pairs of a prefix and the indices of its
+    runs."""
     done = committed.shape[1]
     codes = (committed * VOCAB ** torch.arange(done)).sum(dim=1)
     for prefix in itertools.product(range(VOCAB), repeat=done):
@@ -374,11 +401,12 @@ def by_prefix(committed):
 
 
 def decode(toy, width, verifier, seeds, ways=None):
-    """The first COMMITTED tokens after (0, 0) for many seeds at once, round by round. (draws,) -> (draws, COMMITTED).
+    """The first COMMITTED tokens after (0, 0) for many seeds at once, round by round. (draws,) -> (draws,
+    COMMITTED).
 
-    Runs that have committed the same tokens share their tree, so they make a round together; each row a walk visits
-    is chosen by `verifier`. `ways` collects how often a walk took the first sibling, a later one, none, or ended at a
-    leaf.
+    Runs that have committed the same tokens share their tree, so they make a round together; each row a walk
+    visits is chosen by `verifier`. `ways` collects how often a walk took the first sibling, a later one,
+    none, or ended at a leaf.
     """
     committed = torch.full((len(seeds), COMMITTED + DEPTH + 1), -1)
     length = torch.zeros_like(seeds)
@@ -401,7 +429,7 @@ def decode(toy, width, verifier, seeds, ways=None):
                 stepped = child_of[rows, choices]
                 if ways is not None:
                     children = child_of[rows]
-                    first = torch.where(children >= 0, children, 10**6).amin(dim=1)  # best sibling: lowest row
+                    first = torch.where(children >= 0, children, 10**6).amin(dim=1)  # the lowest row
                     leaf = (children < 0).all(dim=1)
                     ways["leaf"] += int(leaf.sum())
                     ways["none"] += int((~leaf & (stepped < 0)).sum())
@@ -415,9 +443,9 @@ def decode(toy, width, verifier, seeds, ways=None):
 def excess(toy, committed, alarm):
     """Largest total variation over its Monte-Carlo floor, over the laws of token 1, 2, 3 after each prefix.
 
-    The floor of m draws from p is what a correct sampler stays under with probability 1 - alarm: the mean of the total
-    variation, at most sum_x sqrt(p(x) (1 - p(x)) / m) / 2, plus sqrt(log(1 / alarm) / (2 m)) (McDiarmid: one draw
-    moves it by at most 1 / m).
+    The floor of m draws from p is what a correct sampler stays under with probability 1 - alarm: the mean of
+    the total variation, at most sum_x sqrt(p(x) (1 - p(x)) / m) / 2, plus sqrt(log(1 / alarm) / (2 m))
+    (McDiarmid: one draw moves it by at most 1 / m).
     """
     worst = 0.0
     for done in range(COMMITTED):
@@ -450,12 +478,13 @@ CASES = [
 @pytest.mark.parametrize("width, processors", CASES)
 @pytest.mark.parametrize("verifier", [direct, stochastic])
 def test_committed_tokens_have_the_law_of_ar_sampling(verifier, width, processors):
-    """fp64, 200,000 runs: the law of the first to third committed token, by prefix, is within the Monte-Carlo floor.
+    """fp64, 200,000 runs: the law of the first to third committed token, by prefix, is within the Monte-Carlo
+    floor.
 
-    Floor: 0.009 for the first token of six; larger where a prefix was reached less often. A correct verifier exceeds
-    one of the at most 43 floors with probability below 43e-8 a case, 1.4e-5 over all 32 cases (the floor's
-    own alarm is 1e-8). The drafter is partly right, and every branch of the walk has to be taken. The direct walk must
-    moreover repeat AR's text, token for token.
+    Floor: 0.009 for the first token of six; larger where a prefix was reached less often. A correct verifier
+    exceeds one of the at most 43 floors with probability below 43e-8 a case, 1.4e-5 over all 32 cases (the
+    floor's own alarm is 1e-8). The drafter is partly right, and every branch of the walk has to be taken. The
+    direct walk must moreover repeat AR's text, token for token.
     """
     toy = Toy(PROCESSORS[processors])
     seeds = torch.arange(200_000)
@@ -463,55 +492,56 @@ def test_committed_tokens_have_the_law_of_ar_sampling(verifier, width, processor
     committed = decode(toy, width, verifier, seeds, ways)
     assert excess(toy, committed, alarm=1e-8) < 1
     for way, count in ways.items():
-        assert count > 1000 or (width == "chain" and way == "later"), (way, count)
+        assert count > 500 or (width == "chain" and way == "later"), (way, count)
     if verifier is direct:
         assert torch.equal(committed[:20_000], decode(toy, 0, direct, seeds[:20_000]))
 
 
 def test_a_biased_verifier_is_seen():
-    """A fresh redraw on mismatch, the classic mistake, exceeds three times the floor that the test above checks."""
+    """A fresh redraw on mismatch, the classic mistake, exceeds three times the floor that the test above
+    checks."""
     toy = Toy(PROCESSORS["plain"])
     assert excess(toy, decode(toy, 3, biased, torch.arange(200_000)), alarm=1e-8) > 3
 
 
 def test_static_form_equals_visited_rows():
-    """`choose` or `stochastic_choices` on all rows, then `walk`, commits what asking at visited rows commits.
+    """Choosing at all rows and then walking, the captured path, gives the Walk of asking at visited rows, the
+    CPU's.
 
-    This is the captured path against the CPU's. Noise is one row a depth, shared by all rows of that depth.
+    Greedy, direct and stochastic, processors off and on. Guards against a choice that depends on the other
+    rows, and against noise keyed by anything but the position: siblings' subtrees share the noise of their
+    depth.
     """
-    toy = Toy(PROCESSORS["both"])
-    packed, second_last = toy.packed(0, 0, 15)
-    logits = toy.logits[second_last, packed.tokens]
-    log_p = log_probabilities(logits, toy.params)
-    depths = packed.visible.sum(dim=1) - 1
-    table = siblings(packed.tokens, packed.parents, packed.log_mass, VOCAB)
-    child_dicts = child_rows(packed.tokens.tolist(), packed.parents.tolist())
-    for seed in range(100):
-        by_depth = gumbel_noise(seed, PREFIX + 1 + torch.arange(DEPTH + 1), VOCAB, torch.float64)
-        for verifier in (direct, stochastic):
-            if verifier is direct:
-                choices = choose(logits, toy.params, by_depth[depths])
-            else:
-                choices = stochastic_choices(log_p, table, seed, PREFIX + 1 + depths, by_depth[depths])
-            fast = walk(packed.tokens, packed.parents, packed.visible, choices, DEPTH)
-
-            def choice_at(row, depth):
-                position = torch.tensor([PREFIX + depth + 1])
-                if verifier is direct:
-                    noise = gumbel_noise(seed, position, VOCAB, torch.float64)
-                    return int(choose(logits[row : row + 1], toy.params, noise))
-                return int(stochastic(log_p, packed, torch.tensor([row]), seed, position))
-
-            path, next_root = walk_rows(child_dicts, choice_at)
-            assert fast.path[: fast.accepted + 1].tolist() == path
-            assert fast.next_root == next_root
+    lengths = set()
+    for processors, width in (("plain", 15), ("both", 63)):
+        toy = Toy(PROCESSORS[processors])
+        packed, second_last = toy.packed(0, 0, width)
+        logits = toy.logits[second_last, packed.tokens]
+        depths = packed.visible.sum(dim=1) - 1
+        table = siblings(packed.tokens, packed.parents, packed.log_mass, VOCAB)
+        P = torch.tensor([PREFIX])
+        for seed in range(40):
+            for params, children in (
+                (SamplingParams(), None),
+                (replace(toy.params, seed=seed), None),
+                (replace(toy.params, seed=seed), table),
+            ):
+                choices = target_choices(logits, params, P + depths + 1, children)
+                everywhere = walk(packed.tokens, packed.parents, packed.visible, choices, DEPTH)
+                visited = visit(packed.tokens, packed.parents, logits, params, P, children, DEPTH)
+                for field in fields(Walk):
+                    name = field.name
+                    assert torch.equal(getattr(everywhere, name), getattr(visited, name)), name
+                lengths.add(int(visited.accepted))
+    assert len(lengths) >= 3
 
 
 def test_four_tokens_against_the_drafters_opposite_order():
     """p = (.4, .3, .2, .1) drafted by q = (.1, .2, .3, .4), one node: frequencies are p within 0.005.
 
-    200,000 draws; the largest standard deviation is 0.0011, so a false alarm has probability 3e-5 for each verifier.
-    The drafted token is itself drawn from q, as samplers of other decoders do; the law must not care.
+    200,000 draws; the largest standard deviation is 0.0011, so a false alarm has probability 3e-5 for each
+    verifier. The drafted token is itself drawn from q, as samplers of other decoders do; the law must not
+    care.
     """
     draws = 200_000
     p = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
