@@ -71,7 +71,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--rank-cap", type=rank_cap, default=8, metavar="K",
                        help="tokens kept at each depth of the tree, or none; default: %(default)s")
     group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
-    group.add_argument("--attention", choices=("sdpa", "static"), default="sdpa")
+    group.add_argument("--attention", choices=("sdpa", "static", "flex"), default="sdpa")
     group = parser.add_argument_group("output")
     group.add_argument("--show-tree", action="store_true", help="each round's packed tree, then the text")
     group.add_argument("--compare", action="store_true", help="all methods on the prompt, side by side")

@@ -7,15 +7,20 @@ and of the new rows those that `visible` (n, n) marks:
     packed tree      the ancestor matrix (paper, Lemma 1; a chain and a single step are special cases)
     draft block      EVERYTHING (DFlash: bidirectional inside the block)
 
-A body turns that into a `Window`. `LiveSlice` reads only the slots that exist and needs the host's P.
-`FullCache` reads the whole cache under an explicit mask and depends on the device's P alone, so that it could be
-captured; it is slower, and the oracle for the others. Neither knows what the rows mean.
+A body turns that into a `Window`. `LiveSlice` reads only the slots that exist and needs the host's P. `FullCache`
+reads the whole cache under an explicit mask and depends on the device's P alone, so that it could be captured; it
+is slower, and the oracle for the others. `Flex` is what a GPU runs: the mask is a function that the attention
+kernel calls, and the blocks of the cache that hold nothing are never read. None knows what the rows mean.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
 
-from model.transformer import Window
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from model.transformer import Window, dot_product_attention
 
 
 CAUSAL, EVERYTHING = "causal", "everything"
@@ -72,4 +77,146 @@ def sees(P: Tensor, visible: Tensor, row: Tensor, slot: Tensor) -> Tensor:
     return (offset < 0) | (inside & visible[row, offset.clamp(0, n - 1)])
 
 
-BODIES = {"sdpa": LiveSlice, "static": FullCache}
+# FlexAttention
+
+TILE = 128  # rows and slots of a tile that a block mask lists or leaves out; caches have whole tiles
+WORD = 64   # bits of an int64
+FOLD = 64   # rows of one batch where a pass is folded, see below
+
+# How the kernel is laid out, by the largest number of rows it is for. On CUDA, FlexAttention has two kernels. The one
+# for short queries splits the cache between SPLIT_KV programs, and has to: one decoder has too few heads to fill a
+# GPU. It takes fewer than 128 rows, in tiles of BLOCK_M query vectors, where the heads that share a key head lie
+# side by side. Left to itself it wants a single tile, and finds no layout from 33 rows of 4 heads on. The other
+# kernel does not split the cache, so 128 rows run as a batch of two times 64 over the one cache.
+#
+# BLOCK_M divides TILE and is divided by the heads of a group; BLOCK_N divides TILE. With more tiles of rows it takes
+# fewer splits to fill the GPU, and each split writes and reads D fp32 values a row and head. Stages overlap loading
+# with products; torch's own default for Hopper is 1, by an oversight. The figures are estimates: `bench --gpu-check`
+# sweeps them.
+KERNELS = {
+    1: {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT_KV": 32, "num_warps": 4, "num_stages": 3},
+    16: {"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT_KV": 16, "num_warps": 4, "num_stages": 3},
+    64: {"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT_KV": 8, "num_warps": 4, "num_stages": 3},
+    TILE: {"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT_KV": 4, "num_warps": 4, "num_stages": 3},
+}
+
+
+class Flex:
+    """FlexAttention over the slots in use: static shapes, no host value, and nothing built from round to round.
+
+    `layer` runs a layer, compiled (see `graphs.capture`). Without it the mask is materialised, for tests and for
+    devices without a compiler. Prompt chunks come in any length and are not captured: where layers are compiled
+    they run as they are, over the live slice, rather than compile anew for each length.
+    """
+
+    static = True
+
+    def __init__(self, layer: Callable | None = None):
+        self.layer = layer
+        self.masks: dict[tuple, BitMask] = {}
+
+    def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:
+        """As `LiveSlice.window`. The windows of one shape share buffers: each call ends the use of the last."""
+        if visible is CAUSAL and self.layer:
+            return LiveSlice().window(P, prefix, offsets, visible, slots)
+        n = offsets.shape[0]
+        mask = self._mask(n, slots, visible, P.device)
+        mask.fill(P, visible)
+        return Window(P + torch.arange(n, device=P.device), P + offsets, mask, body=flex, layer=self.layer)
+
+    def _mask(self, n: int, slots: int, visible: Tensor | str, device: torch.device) -> "BitMask":
+        if visible is CAUSAL:
+            return BitMask(n, slots, CAUSAL, device)
+        key = n, slots, visible is EVERYTHING
+        if key not in self.masks:
+            self.masks[key] = BitMask(n, slots, visible, device)
+        return self.masks[key]
+
+
+class BitMask:
+    """The mask of n rows over S slots as functions of buffers, which a round fills in place.
+
+    FlexAttention asks for two things: a function of (row, slot), and for each tile of rows the list of tiles of
+    slots where the function is to be called. Here the function reads P and the rows' bits from buffers, and the
+    list is 0, 1, 2, … with a length. So one block mask serves all rounds of a shape: nothing is built, compiled or
+    captured again when P and the tree change. A third list could name tiles that need no function, but with it
+    the kernel splits the whole cache between its programs, however little of it is in use.
+
+    Attributes:
+        P: () int64; bits: (n, 2) int64 from `packed_bits`; written by `fill`, read by the mask function
+        folds: the n rows run as a batch of so many times n / folds
+        blocks: BlockMask of n / folds rows over S slots; its kv_num_blocks is written by `fill`
+        options: layout of the kernel
+    """
+
+    def __init__(self, n: int, slots: int, visible: Tensor | str, device, options: dict | None = None):
+        self.n = n
+        self.folds = n // FOLD if n == TILE else 1
+        rows = n // self.folds
+        self.options = options or KERNELS[next(most for most in (*KERNELS, n) if most >= rows)]
+        self.P = torch.zeros((), dtype=torch.int64, device=device)
+        self.bits = torch.zeros(n, 2, dtype=torch.int64, device=device)
+        row_tiles, slot_tiles = -(-rows // TILE), -(-slots // TILE)
+        tiles = torch.arange(slot_tiles, dtype=torch.int32, device=device)
+        self.blocks = BlockMask.from_kv_blocks(
+            kv_num_blocks=torch.zeros(self.folds, 1, row_tiles, dtype=torch.int32, device=device),
+            kv_indices=tiles.expand(self.folds, 1, row_tiles, slot_tiles).contiguous(),
+            BLOCK_SIZE=(TILE, TILE),
+            mask_mod=self._function(rows, "tree" if isinstance(visible, Tensor) else visible),
+            seq_lengths=(rows, slots),
+            compute_q_blocks=False,
+        )
+
+    def _function(self, rows: int, kind: str) -> Callable:
+        """Whether row `row` of the batch sees `slot`, for index tensors of any shape."""
+        n, P, bits = self.n, self.P, self.bits
+
+        def sees(batch, head, row, slot):
+            row = batch * rows + row
+            offset = slot - P
+            j = offset.clamp(0, n - 1)  # shifting by more bits than there are gives anything
+            if kind == "tree":
+                inside = ((bits[row, j // WORD] >> (j % WORD)) & 1) == 1
+            else:
+                inside = (j <= row) | (kind == EVERYTHING)
+            return (offset < 0) | ((offset < n) & inside)
+
+        return sees
+
+    def fill(self, P: Tensor, visible: Tensor | str) -> None:
+        """Set for a round: P (1,), and the rows' bits. The tiles listed cover the slots of all n rows."""
+        self.P.copy_(P[0])
+        self.blocks.kv_num_blocks.copy_((P + self.n - 1) // TILE + 1)
+        if isinstance(visible, Tensor):
+            self.bits.copy_(packed_bits(visible))
+
+    def dense(self) -> Tensor:
+        """The mask function on all (row, slot): (folds, 1, n / folds, S) bool."""
+        rows, slots = self.blocks.seq_lengths
+        batch, row, slot = (torch.arange(count, device=self.P.device) for count in (self.folds, rows, slots))
+        head = torch.zeros_like(self.P)
+        return self.blocks.mask_mod(batch[:, None, None, None], head, row[:, None], slot)
+
+
+def packed_bits(visible: Tensor) -> Tensor:
+    """Rows of a matrix (n, n) bool as bits, (n, 2) int64: column j is bit j % 64 of word j // 64. n ≤ 128."""
+    columns = F.pad(visible, (0, 2 * WORD - visible.shape[1])).unflatten(1, (2, WORD))
+    return (columns.long() << torch.arange(WORD, device=visible.device)).sum(dim=-1)
+
+
+def flex(q: Tensor, keys: Tensor, values: Tensor, mask: BitMask) -> Tensor:
+    """q (1, Hq, n, D) over keys and values (1, Hkv, S, D) -> (1, Hq, n, D)."""
+    if mask.folds > 1:
+        q = q[0].unflatten(1, (mask.folds, -1)).transpose(0, 1)  # (folds, Hq, n / folds, D)
+    if torch.compiler.is_compiling():
+        # In 32 bits three stages of tiles do not fit a multiprocessor's shared memory.
+        options = mask.options | ({"num_stages": 1} if q.dtype == torch.float32 else {})
+        options["BLOCKS_ARE_CONTIGUOUS"] = True
+        out = flex_attention(q, keys, values, block_mask=mask.blocks, enable_gqa=True, kernel_options=options)
+    else:
+        keys, values = (side.expand(mask.folds, -1, -1, -1) for side in (keys, values))
+        out = dot_product_attention(q, keys, values, mask.dense())
+    return out if mask.folds == 1 else out.transpose(0, 1).flatten(1, 2)[None]
+
+
+BODIES = {"sdpa": LiveSlice, "static": FullCache, "flex": Flex}

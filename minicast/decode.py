@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from graphs.masks import BODIES, CAUSAL, EVERYTHING
+from graphs.masks import BODIES, CAUSAL, EVERYTHING, TILE
 from minicast.methods import METHODS, Method, Proposal, best_first, chain, no_tree
 from minicast.sampling import SamplingParams
 from minicast.tree import Tree
@@ -112,7 +112,7 @@ class State:
     Attributes:
         P: (1,) int64, committed positions; `prefix` is the same on the host, equal at the start of every round
         D: (1,) int64, positions that the drafter has read into its cache, ≤ P; `drafted` on the host
-        root: (1,) int64, b
+        root: (1,) int64, b; seed: (1,) int64, the request's
         target_cache, draft_cache: slots < P hold committed positions; above is scratch of the running round
         features: (1, S, F), tap features of committed positions; written by `settle`, read by the drafter
         tapped: positions whose features are there; less than P after rounds that did not tap
@@ -130,25 +130,42 @@ class State:
         self.P = torch.zeros(1, dtype=torch.int64, device=device)
         self.D = torch.zeros(1, dtype=torch.int64, device=device)
         self.root = torch.zeros(1, dtype=torch.int64, device=device)
+        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
         self.rows = torch.arange(max(MAX_ROWS, PREFILL_ROWS), device=device)
         self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self.parents = self.rows[:MAX_ROWS].clone()
         self.depths = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self.log_mass = torch.zeros(MAX_ROWS, device=device)
         self.visible = torch.eye(MAX_ROWS, dtype=torch.bool, device=device)
+        self.slots = 0
         self.reset()
 
     def reset(self) -> None:
-        """Forget the cached prefix and free the caches."""
-        self.prefix = self.drafted = self.tapped = self.slots = 0
+        """Forget the cached prefix, and free the caches, unless graphs may hold their addresses."""
+        self.prefix = self.drafted = self.tapped = 0
         self.cached_ids: list[int] = []
-        self.target_cache = self.draft_cache = self.features = None
-
-    def reserve(self, positions: int) -> None:
-        """Room for `positions` committed positions and the widest round above them; growing forgets the prefix."""
-        slots = positions + max(MAX_ROWS, self.depth + 1)
-        if slots <= self.slots:
+        if not self.static or not self.slots:
+            self.slots = 0
+            self.target_cache = self.draft_cache = self.features = None
             return
+        self.P.zero_()
+        self.D.zero_()
+        for cache in (self.target_cache, self.draft_cache):
+            if cache:
+                cache.data.zero_()
+        if self.features is not None:
+            self.features.zero_()
+
+    def reserve(self, positions: int) -> bool:
+        """Room for `positions` committed positions and the widest round above them, in whole tiles.
+
+        True where the caches grew: that forgets the prefix, and what was captured holds addresses of old ones.
+        """
+        slots = positions + max(MAX_ROWS, self.depth + 1)
+        slots += -slots % TILE
+        if slots <= self.slots:
+            return False
+        self.slots = 0
         self.reset()
         self.slots = slots
         target, draft = self.target, self.draft
@@ -157,6 +174,7 @@ class State:
             self.draft_cache = KVCache(draft.config, slots, target.dtype, target.device)
             width = len(draft.taps) * target.config.hidden
             self.features = torch.zeros(1, slots, width, dtype=target.dtype, device=target.device)
+        return True
 
     def commit(self, token_ids: list[int], tap: bool) -> None:
         """Follow on the host what was committed on the device."""
@@ -236,7 +254,8 @@ def pack(state: State, tree: Tree) -> None:
 
 def propose(state: State, request: Request, token_ids: Sequence[int], width: int) -> Tree:
     """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
-    tree = request.method(Proposal(token_ids, width, request.rank_cap, lambda: draft(state), state.static))
+    proposal = Proposal(token_ids, width, request.rank_cap, lambda: draft(state), state.static, state.P.device)
+    tree = request.method(proposal).to(state.P.device)
     pack(state, tree)
     return tree
 
@@ -310,7 +329,7 @@ class Decoder:
         target, draft: from `load_target` and `load_draft`; without a drafter only "ar" and own methods that do not
             draft can run
         max_length: positions that static caches hold at first; caches grow with the request
-        attention: "sdpa" (live slice, the default) or "static" (whole cache, explicit mask, padded shapes)
+        attention: "sdpa" (live slice, the default), "static" (whole cache, explicit mask, padded shapes) or "flex"
 
     Caches persist between calls: a prompt that starts with the cached ids reuses them. `reset` forgets them.
     """
@@ -442,13 +461,20 @@ class Decoder:
     def _begin(self, token_ids: list[int], room: int, request: Request) -> None:
         """Make room, and keep the longest cached prefix of the prompt; its last token runs again for its logits."""
         state = self.state
-        state.reserve(len(token_ids) + room)
+        self._reserve(len(token_ids) + room)
+        state.seed.fill_(request.params.seed)
         shared = 0
         for cached, token in zip(state.cached_ids, token_ids[:-1]):
             if cached != token:
                 break
             shared += 1
         state.keep(min(shared, state.tapped) if request.tap else shared)
+
+    def _reserve(self, positions: int) -> None:
+        """Room for an answer that ends at `positions`; static caches have few sizes, so that they seldom grow."""
+        if self.state.static:
+            positions = min(1 << (max(positions, self.max_length) - 1).bit_length(), self.target.context)
+        self.state.reserve(positions)
 
     def _first_token(self, token_ids: list[int], request: Request) -> int:
         """Prefill, and the target's choice after the prompt, which becomes b."""

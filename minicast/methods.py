@@ -4,11 +4,14 @@ A method is a function from a `Proposal`, which says what may be looked at, to a
 branches differently is one more such function, given to `Decoder.generate(method=…)` as it is.
 
 On a GPU a round is replayed from CUDA graphs, and what a graph holds may not look at a value on the host: there
-`proposal.static` is true, and the methods here build the same tree from operations of fixed shape.
+`proposal.static` is true, and the methods here build the same tree from operations of fixed shape. A method that
+does so, too, and reads neither `token_ids` nor anything else that changes from round to round, says so with
+`@capturable`. Any other runs as it is, and only the rest of the round is replayed.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,6 +29,7 @@ class Proposal:
         rank_cap: K, ranks kept at each position; None keeps all
         draft: runs the drafter on [b, mask × L] -> log q (L, V); call it at most once
         static: build with fixed shapes only
+        device: of the models
     """
 
     token_ids: Sequence[int]
@@ -33,17 +37,26 @@ class Proposal:
     rank_cap: int | None
     draft: Callable[[], Tensor]
     static: bool = False
+    device: torch.device = torch.device("cpu")
 
 
 Method = Callable[[Proposal], Tree]
 
 
+def capturable(method: Method) -> Method:
+    """Marks a method that a CUDA graph can hold."""
+    method.capturable = True
+    return method
+
+
+@capturable
 def no_tree(proposal: Proposal) -> Tree:
     """Autoregressive decoding: nothing is proposed, and the drafter does not run."""
-    nothing = torch.empty(0, dtype=torch.int64)
-    return Tree(nothing, nothing, nothing, torch.empty(0))
+    nothing = torch.empty(0, dtype=torch.int64, device=proposal.device)
+    return Tree(nothing, nothing, nothing, torch.empty(0, device=proposal.device))
 
 
+@capturable
 def chain(proposal: Proposal) -> Tree:
     """DFlash: the likeliest token at each of the L positions."""
     log_q = proposal.draft()
@@ -51,13 +64,17 @@ def chain(proposal: Proposal) -> Tree:
     return build(log_q, log_q.shape[0])
 
 
+@capturable
 def best_first(proposal: Proposal) -> Tree:
     """CAST: the N best prefixes."""
     if not proposal.static:
         return best_first_tree(proposal.draft(), proposal.width, proposal.rank_cap)
     tokens, log_q = top_ranked(proposal.draft(), min(proposal.rank_cap or proposal.width, proposal.width))
-    pairs = candidate_pairs(proposal.width, tokens.shape[1], tokens.device)
+    pairs = kept_pairs(proposal.width, tokens.shape[1], tokens.device)
     return device_tree(tokens, log_q, proposal.width, pairs)
+
+
+kept_pairs = lru_cache(maxsize=None)(candidate_pairs)  # made on the host, so before a graph is captured, and kept
 
 
 METHODS: dict[str, Method] = {"ar": no_tree, "dflash": chain, "cast": best_first}

@@ -39,6 +39,11 @@ class Tree:
     def width(self) -> int:
         return self.tokens.shape[0]
 
+    def to(self, device: torch.device, copy: bool = False) -> "Tree":
+        """The same tree on `device`; with `copy`, in memory of its own."""
+        fields = (self.tokens, self.parents, self.depths, self.log_mass)
+        return Tree(*(values.to(device, copy=copy) for values in fields))
+
     def ancestors(self) -> torch.Tensor:
         """(N+1, N+1) bool by packed row, 0 the root, v node v - 1: row v is true at v and its ancestors."""
         return ancestor_matrix(self.parents, deepest=self.width)

@@ -60,8 +60,9 @@ class DraftHead(nn.Module):
         """
         x = target.embed(block)
         rope = self.rotary(window.positions, x.dtype)
+        run = window.layer or Layer.__call__
         for layer, layer_cache in zip(self.layers, cache.layers):
-            x = layer(x, rope, layer_cache, window)
+            x = run(layer, x, rope, layer_cache, window)
         return self.norm(x[:, 1:])
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ nothing of trees, drafts or rounds.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,14 +30,16 @@ class Window:
         mask: (T, live) bool, true where a row may look; None: every row sees all `live` slots
         live: slots that exist for this pass, a host int that bounds what is read. None: the whole cache is
             read and `mask` is (T, S), so that nothing depends on a host value
-        body: attention over (q, keys, values); None: scaled dot-product attention
+        body: attention over (q, keys, values, mask); None: scaled dot-product attention
+        layer: runs one layer, (layer, x, rope, cache, window) -> x; None: as it is written here
     """
 
     slots: Tensor
     positions: Tensor
     mask: object = None
     live: int | None = None
-    body: object = None
+    body: Callable | None = None
+    layer: Callable | None = None
 
 
 class KVCache:
@@ -247,9 +249,10 @@ class Target(nn.Module):
         """
         x = self.embed(tokens)
         rope = self.rotary(window.positions, x.dtype)
+        run = window.layer or Layer.__call__
         outputs = {}
         for index, layer in enumerate(self.layers):
-            x = layer(x, rope, cache.layers[index] if cache else None, window)
+            x = run(layer, x, rope, cache.layers[index] if cache else None, window)
             if index in taps:
                 outputs[index] = x
         features = torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None

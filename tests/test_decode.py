@@ -97,7 +97,8 @@ def test_every_method_and_width_gives_the_autoregressive_tokens(models, body, ra
     for seed in range(2):
         prompt = prompt_of(5 + 3 * seed, seed)
         expected = autoregressive(target, prompt, 20).token_ids
-        for method, width in [("dflash", 7)] + [("cast", width) for width in WIDTHS]:
+        widths = (3, 15, 127) if body == "flex" else WIDTHS  # materialised masks are slow
+        for method, width in [("dflash", 7)] + [("cast", width) for width in widths]:
             out = decoder.generate(prompt, method=method, width=width, max_new_tokens=20, rank_cap=rank_cap)
             assert out.token_ids == expected, (method, width)
             assert 1 + sum(out.round_lengths) == len(out.token_ids)
