@@ -39,6 +39,10 @@ class Tree:
     def width(self) -> int:
         return self.tokens.shape[0]
 
+    def first(self, width: int) -> "Tree":
+        """The tree of the first `width` nodes, in the same memory."""
+        return Tree(self.tokens[:width], self.parents[:width], self.depths[:width], self.log_mass[:width])
+
     def to(self, device: torch.device, copy: bool = False) -> "Tree":
         """The same tree on `device`; with `copy`, in memory of its own."""
         fields = (self.tokens, self.parents, self.depths, self.log_mass)
