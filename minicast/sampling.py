@@ -99,24 +99,42 @@ def shape_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     # the quotient.
     temperature = min(max(params.temperature, 1e-30), 1e30)
     shaped = (logits - logits.amax(dim=1, keepdim=True)).div_(temperature)
+    top_p = 1.0 if params.top_p is None else params.top_p
     if params.top_k is not None and params.top_k < logits.shape[1]:
-        shaped = _keep_top_k(shaped, params.top_k)
-    if params.top_p is not None and params.top_p < 1:
-        shaped = _keep_top_p(shaped, params.top_p)
-    return shaped
+        return _keep_top_k(shaped, params.top_k, top_p)
+    return shaped if top_p == 1 else _keep_top_p(shaped, top_p)
 
 
-def _keep_top_k(shaped: Tensor, k: int) -> Tensor:
-    """Sets all but the k largest of a row to -inf; equal values rank by lower id. (rows, V) -> (rows, V)."""
-    threshold = shaped.topk(k, dim=1).values[:, -1:]                     # (rows, 1)
+def _keep_top_k(shaped: Tensor, k: int, top_p: float) -> Tensor:
+    """Keeps the k best-ranked tokens of each row, and of those the nucleus of top_p; sets the rest to -inf.
+
+    Tokens rank by value, equal values by lower id. The nucleus of a ranked list is its beginning, so top-p
+    only makes k smaller, row by row. shaped: (rows, V), the largest of each row is 0. Returns (rows, V).
+    """
+    values = shaped.topk(k, dim=1).values                                # (rows, k), best first
+    count = torch.full_like(values[:, :1], k, dtype=torch.int64)         # (rows, 1)
+    if top_p < 1:
+        mass = _mass(values)
+        before = mass.cumsum(dim=1) - mass                               # (rows, k): mass ranked before each
+        count = (before < _limit(mass, top_p)).sum(dim=1, keepdim=True).clamp_(min=1)
+    threshold = values.gather(1, count - 1)                              # (rows, 1)
     above = shaped > threshold
-    return _keep(shaped, above, shaped == threshold, k - above.sum(dim=1, keepdim=True))
+    return _keep(shaped, above, shaped == threshold, count - above.sum(dim=1, keepdim=True))
+
+
+def _mass(shaped: Tensor) -> Tensor:
+    """Mass in units of 2^-40 of the largest, (rows, C) -> (rows, C) int64: sums are exact in any order."""
+    return (shaped.exp() * 2.0**40).long()
+
+
+def _limit(mass: Tensor, top_p: float) -> Tensor:
+    """The share top_p of all the mass, at least one unit. (rows, C) -> (rows, 1) int64."""
+    total = mass.sum(dim=1, keepdim=True)
+    return torch.minimum((total.double() * top_p).ceil().long(), total)
 
 
 # The nucleus is found digit by digit: 2^11 bins hold a digit, three digits the 31 bits below a float's sign.
 _DIGIT_BITS = 11
-# Probability masses are counted in units of 2^-40 of the largest, so that sums are exact in any order.
-_MASS_UNITS = 2.0**40
 
 
 def _keep_top_p(shaped: Tensor, top_p: float) -> Tensor:
@@ -132,8 +150,8 @@ def _keep_top_p(shaped: Tensor, top_p: float) -> Tensor:
     # For values <= 0 the bits of the magnitude, read as an integer, ascend from the best token to the worst.
     integer, key_bits = (torch.int64, 63) if shaped.dtype == torch.float64 else (torch.int32, 31)
     keys = shaped.abs().view(integer).long()                             # (rows, V)
-    mass = (shaped.exp() * _MASS_UNITS).long()                           # (rows, V)
-    limit = (mass.sum(dim=1, keepdim=True).double() * top_p).ceil().long()  # (rows, 1), at least 1
+    mass = _mass(shaped)                                                 # (rows, V)
+    limit = _limit(mass, top_p)                                          # (rows, 1)
 
     bins = 2**_DIGIT_BITS
     histogram = mass.new_zeros(mass.shape[0], bins + 2)
@@ -147,10 +165,13 @@ def _keep_top_p(shaped: Tensor, top_p: float) -> Tensor:
         digit = (reached < limit).sum(dim=1, keepdim=True)               # (rows, 1): first bin to reach it
         boundary = boundary + digit - 1
 
-    # Tokens equal to t have equal mass each: as many of them stay as it takes to reach the limit.
-    before = reached.gather(1, (digit - 1).clamp_(min=0))                # (rows, 1): mass ranked before t
+    # Tokens equal to t are alone in its bin by now, with equal mass each: as many of them stay as it takes to
+    # reach the limit. The clamps are for rows of NaN, which have no mass.
+    digit = digit.clamp_(1, bins)
+    before = reached.gather(1, digit - 1)                                # (rows, 1): mass ranked before t
     equal = keys == boundary                                             # (rows, V)
-    each = torch.where(equal, mass, 0).amax(dim=1, keepdim=True).clamp_(min=1)
+    count = equal.sum(dim=1, keepdim=True).clamp_(min=1)                 # (rows, 1)
+    each = ((reached.gather(1, digit) - before) // count).clamp_(min=1)  # (rows, 1): mass of one of them
     return _keep(shaped, keys < boundary, equal, (limit - before + each - 1) // each)
 
 
