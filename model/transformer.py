@@ -126,8 +126,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (…, size) -> (…, size)."""
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).to(x.dtype) * self.weight
+        mean_square = (wide * wide).sum(-1, keepdim=True).mul_(1 / x.shape[-1])  # `mean` costs twice as much on a CPU
+        return (wide * mean_square.add_(self.eps).rsqrt_()).to(x.dtype) * self.weight
 
 
 def dot_product_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
