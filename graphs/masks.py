@@ -35,9 +35,16 @@ def matrix(visible: Tensor | str, rows: Tensor) -> Tensor:
 
 
 class LiveSlice:
-    """Scaled dot-product attention over the P + n slots in use: the default on a CPU."""
+    """Scaled dot-product attention over the P + n slots in use: the default on a CPU.
+
+    Each body hands on `layer`, which runs a layer compiled (see `graphs.capture`); None runs it as it is written.
+    A prompt chunk always runs so: it may have any length, and compiling for each would take longer than it saves.
+    """
 
     static = False
+
+    def __init__(self, layer: Callable | None = None):
+        self.layer = layer
 
     def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:
         """Lay n rows after the prefix.
@@ -52,9 +59,10 @@ class LiveSlice:
         rows = torch.arange(n, device=P.device)
         mask = None  # one row sees all that is live
         if visible is not EVERYTHING and n > 1:
-            visible = matrix(visible, rows)
-            mask = torch.cat((visible.new_ones(n, prefix), visible), dim=1)
-        return Window(P + rows, P + offsets, mask, live=prefix + n)
+            among = matrix(visible, rows)
+            mask = torch.cat((among.new_ones(n, prefix), among), dim=1)
+        layer = None if visible is CAUSAL else self.layer
+        return Window(P + rows, P + offsets, mask, live=prefix + n, layer=layer)
 
 
 class FullCache:
@@ -62,11 +70,16 @@ class FullCache:
 
     static = True
 
+    def __init__(self, layer: Callable | None = None):
+        self.layer = layer
+
     def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:
         """As `LiveSlice.window`; `prefix` is not read."""
         rows = torch.arange(offsets.shape[0], device=P.device)
         columns = torch.arange(slots, device=P.device)
-        return Window(P + rows, P + offsets, sees(P, matrix(visible, rows), rows[:, None], columns))
+        layer = None if visible is CAUSAL else self.layer
+        mask = sees(P, matrix(visible, rows), rows[:, None], columns)
+        return Window(P + rows, P + offsets, mask, layer=layer)
 
 
 def sees(P: Tensor, visible: Tensor, row: Tensor, slot: Tensor) -> Tensor:
@@ -104,9 +117,8 @@ KERNELS = {
 class Flex:
     """FlexAttention over the slots in use: static shapes, no host value, and nothing built from round to round.
 
-    `layer` runs a layer, compiled (see `graphs.capture`). Without it the mask is materialised, for tests and for
-    devices without a compiler. Prompt chunks come in any length and are not captured: where layers are compiled
-    they run as they are, over the live slice, rather than compile anew for each length.
+    It exists in compiled layers only. Elsewhere its mask is materialised, which is slow, so where layers are compiled
+    a prompt chunk, which is not, takes the live slice instead.
     """
 
     static = True

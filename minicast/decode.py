@@ -13,11 +13,12 @@ chosen in `width`; this module holds the state and the order of things.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from graphs.capture import CompiledLayer, CudaRecorder, Graphs, to_host
 from graphs.masks import BODIES, CAUSAL, EVERYTHING, TILE
 from minicast.methods import METHODS, Method, Proposal, best_first, chain, no_tree
 from minicast.sampling import SamplingParams
@@ -105,6 +106,10 @@ class Request:
     tap: bool
     deepest: int
 
+    def constants(self) -> "Request":
+        """All of it that a graph of `settle` holds: not how trees are proposed, and the seed is in a buffer."""
+        return replace(self, method=no_tree, params=replace(self.params, seed=0))
+
 
 class State:
     """Everything that lives across rounds, at fixed addresses.
@@ -175,6 +180,10 @@ class State:
             width = len(draft.taps) * target.config.hidden
             self.features = torch.zeros(1, slots, width, dtype=target.dtype, device=target.device)
         return True
+
+    def buffers(self) -> list[Tensor]:
+        """What a round reads and changes, less the caches, of which it only changes what lies above P."""
+        return [self.P, self.D, self.root, self.tokens, self.parents, self.depths, self.log_mass, self.visible]
 
     def commit(self, token_ids: list[int], tap: bool) -> None:
         """Follow on the host what was committed on the device."""
@@ -248,7 +257,8 @@ def pack(state: State, tree: Tree) -> None:
     state.parents[1:n] = torch.where(real, tree.parents + 1, rows[1:n])
     state.visible[:n, :n] = tree.ancestors()
     if state.static:  # padding rows see themselves alone, at b's position
-        state.parents[n:], state.depths[n:] = rows[n:], 0
+        state.parents[n:] = rows[n:]
+        state.depths[n:].zero_()
         state.visible[n:] = torch.eye(MAX_ROWS, dtype=torch.bool, device=rows.device)[n:]
 
 
@@ -278,7 +288,7 @@ def settle(state: State, request: Request, n: int) -> Tensor:
     if request.stochastic and n > 1:
         children = siblings(tokens, parents, state.log_mass[:n], min(n - 1, request.rank_cap or n - 1))
     if request.params.greedy or state.static:
-        choices = target_choices(logits, request.params, state.P + 1 + depths, children)
+        choices = target_choices(logits, request.params, state.P + 1 + depths, children, state.seed)
         walked = walk(tokens, parents, visible, choices, deepest)
     else:  # a choice is a pass over the vocabulary: make it only at the rows visited
         walked = visit(tokens, parents, logits, request.params, state.P, children, deepest)
@@ -309,7 +319,7 @@ class Settled:
     @classmethod
     def read(cls, outcome: Tensor) -> "Settled":
         """Copy the outcome of `settle` to the host: the one host sync of a round whose tree needs none."""
-        accepted, next_token, *rest = outcome.tolist()
+        accepted, next_token, *rest = to_host(outcome).tolist()
         tokens, path = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         return cls(tokens[: accepted + 1], path[: accepted + 1], next_token)
 
@@ -329,19 +339,28 @@ class Decoder:
         target, draft: from `load_target` and `load_draft`; without a drafter only "ar" and own methods that do not
             draft can run
         max_length: positions that static caches hold at first; caches grow with the request
-        attention: "sdpa" (live slice, the default), "static" (whole cache, explicit mask, padded shapes) or "flex"
+        compile: compile the layers and, on CUDA, replay rounds from graphs; None: on CUDA only, where the
+            attention allows it
+        attention: "sdpa" (live slice, the default where no graphs are used), "static" (whole cache under an
+            explicit mask, padded shapes) or "flex" (FlexAttention, the default for graphs)
 
     Caches persist between calls: a prompt that starts with the cached ids reuses them. `reset` forgets them.
     """
 
     def __init__(
-        self, target: Target, draft: DraftHead | None = None, max_length: int = 4096, attention: str | None = None
+        self, target: Target, draft: DraftHead | None = None, max_length: int = 4096, compile: bool | None = None,
+        attention: str | None = None,
     ):
-        name = attention or "sdpa"
+        cuda = target.device.type == "cuda"
+        compile = cuda and attention != "sdpa" if compile is None else compile
+        name = attention or ("flex" if cuda and compile else "sdpa")
         if name not in BODIES:
             raise UsageError(f"unknown attention {name!r}: choose from {', '.join(BODIES)}")
+        if cuda and compile and not BODIES[name].static:
+            raise UsageError(f"graphs cannot hold attention {name!r}: choose static or flex, or do not compile")
         self.target, self.draft, self.max_length = target, draft, max_length
-        self.state = State(target, draft, BODIES[name]())
+        self.state = State(target, draft, BODIES[name](CompiledLayer() if compile else None))
+        self.graphs = Graphs(CudaRecorder(target.device)) if cuda and compile else None
         self.output = Output()
 
     def reset(self) -> None:
@@ -420,9 +439,9 @@ class Decoder:
             if reason:
                 output.stop_reason = reason
                 return
-            tree = propose(state, request, token_ids, policy.width)  # 1 draft, 2 propose, 3 pack
+            tree = self._propose(request, token_ids, policy.width)  # 1 draft, 2 propose, 3 pack
             opened = opened or self._clock()
-            settled = Settled.read(settle(state, request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
+            settled = Settled.read(self._settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
             state.commit(settled.tokens, request.tap)
             emitted = settled.tokens[1:] + [settled.next_token]
 
@@ -474,13 +493,39 @@ class Decoder:
         """Room for an answer that ends at `positions`; static caches have few sizes, so that they seldom grow."""
         if self.state.static:
             positions = min(1 << (max(positions, self.max_length) - 1).bit_length(), self.target.context)
-        self.state.reserve(positions)
+        if self.state.reserve(positions) and self.graphs:
+            self.graphs.clear(f"caches grew to {positions} positions")
 
     def _first_token(self, token_ids: list[int], request: Request) -> int:
         """Prefill, and the target's choice after the prompt, which becomes b."""
         logits = prefill(self.state, token_ids, request.tap)
         self.state.root.copy_(target_choices(logits, request.params, self.state.P))
         return self.state.root.item()  # host sync: the first token
+
+    def _propose(self, request: Request, token_ids: Sequence[int], width: int) -> Tree:
+        """`propose`, replayed where graphs are in use and the method can be captured."""
+        state, method = self.state, request.method
+        while state.static and request.tap and state.prefix - state.drafted > state.depth + 1:
+            read_features(state, min(state.prefix - state.drafted, PREFILL_ROWS))  # after rounds without a draft
+        if not (self.graphs and getattr(method, "capturable", False)):
+            return propose(state, request, token_ids, width)
+        drafted = state.drafted
+        tree = self.graphs.run(
+            ("propose", method, width, request.rank_cap), lambda: propose(state, request, (), width),
+            state.buffers(), f"{method.__name__} of width {width}",
+        )
+        # A replay runs nothing on the host, and recording ran it too often.
+        state.drafted = drafted if method is no_tree else min(drafted + state.depth + 1, state.prefix)
+        return tree.to(state.P.device, copy=True)
+
+    def _settle(self, request: Request, n: int) -> Tensor:
+        """`settle`, replayed where graphs are in use."""
+        state = self.state
+        if not self.graphs:
+            return settle(state, request, n)
+        return self.graphs.run(
+            ("settle", n, request.constants()), lambda: settle(state, request, n), state.buffers(), f"{n} rows"
+        )
 
     def _rows(self, tree: Tree) -> int:
         """Packed rows that this round runs: those of the tree, or of the bucket that holds it."""

@@ -1,0 +1,166 @@
+"""What makes a round fast on a GPU: layers compiled, and the round's two functions replayed from CUDA graphs.
+
+Between two products of a decoding step there is little to compute and much to launch: run from Python, a round of
+Qwen3-8B spends nine tenths of its time starting kernels. Two things take that away. Compiling a layer fuses what lies
+between its products (`CompiledLayer`). Capturing a function of the round records its kernels once, with their
+addresses and constants, and from then on starts all of them with one call (`Graphs`).
+
+What a graph can hold, and why the code it holds looks as it does:
+
+- Addresses are fixed: whatever changes from round to round is written into buffers that never move. Caches do not
+  grow in place: when they must, all graphs are dropped and recorded again.
+- Shapes are fixed: there is a graph for each packed-row bucket, and a pack is padded to the first that holds it.
+- Host values are constants: the prefix length, the pending root, the seed and the tree are read from tensors.
+  What a graph may not read from the host goes into the key that it is kept under.
+- Nothing inside waits for the device: no `.item()`, no shape that depends on data, no copy from host memory.
+
+Recording runs nothing, and is preceded by runs that compile, tune and allocate, on the real buffers: these are put
+back afterwards, and what warm-up left in the caches lies above the committed prefix. Graphs share one pool of
+memory, since no two run at once; so an output is read, or copied, before the next replay. Larger graphs leave room that
+smaller ones fit into: who knows that several will be needed asks for the largest first.
+
+Nothing here knows what a round is: see `minicast.decode`, which runs the same two functions uncaptured on a CPU.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from model.transformer import Layer
+
+WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the recorded one will
+MAX_GRAPHS = 64  # kept at once: a request's few, for several widths and ways of sampling
+
+
+class CompiledLayer:
+    """Runs any layer of a target or a drafter, compiled once for each shape of a pass: `Window.layer`.
+
+    All layers of a model are one function with other weights, so that the first compiles for all of them. Where
+    compiling fails, for want of a compiler mostly, there is one warning, and layers run as they are written.
+    """
+
+    def __init__(self, backend: str | Callable = "inductor"):
+        # Beyond the limit, shapes would silently run as they are written.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        self.many = torch.compile(Layer.forward, fullgraph=True, dynamic=False, backend=backend)
+        self.one = self.many
+        if backend == "inductor":
+            # A product with one row is a sum of rows of the weight: a generated kernel streams it faster than cuBLAS.
+            options = {"coordinate_descent_tuning": True}
+            self.one = torch.compile(Layer.forward, fullgraph=True, dynamic=False, options=options)
+        self.failed = False
+
+    def __call__(self, layer: Layer, x: Tensor, rope: tuple[Tensor, Tensor], cache, window) -> Tensor:
+        """As `Layer.forward`: x (B, T, H) -> (B, T, H)."""
+        if self.failed:
+            return layer(x, rope, cache, window)
+        try:
+            return (self.one if x.shape[1] == 1 else self.many)(layer, x, rope, cache, window)
+        except torch._dynamo.exc.RecompileError:
+            raise
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self.failed = True
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"cannot compile, so layers run uncompiled and slower: {reason}", stacklevel=2)
+            return layer(x, rope, cache, window)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """The same values in host memory, once the device has come to them: the one host sync of a round."""
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    return host
+
+
+@dataclass
+class Captured:
+    """A recorded function. `output` is what it returned while recorded: its tensors are those that replays fill."""
+
+    graph: Any
+    output: Any
+
+
+class Graphs:
+    """Functions of fixed buffers, each recorded at its first use under a key and replayed from then on."""
+
+    def __init__(self, recorder: "CudaRecorder"):
+        self.recorder = recorder
+        self.captured: dict[Hashable, Captured] = {}
+
+    def run(self, key: Hashable, function: Callable[[], Any], buffers: Sequence[Tensor], label: str) -> Any:
+        """Run `function`, by replay; returns its output, valid until the next replay of any graph.
+
+        Args:
+            key: all that is constant in the recording: two functions of one key do the same
+            function: reads and writes tensors at fixed addresses only
+            buffers: tensors that it changes and that matter: put back after warm-up
+            label: names it on the progress bar
+        """
+        captured = self.captured.pop(key, None)
+        if captured is None:
+            captured = self._capture(function, buffers, label)
+            while len(self.captured) >= MAX_GRAPHS:
+                del self.captured[next(iter(self.captured))]  # the one unused for longest
+        self.captured[key] = captured
+        captured.graph.replay()
+        return captured.output
+
+    def clear(self, reason: str) -> None:
+        """Drop all graphs, because something that they hold the address of has moved."""
+        if self.captured:
+            print(f"minicast: {reason}; recording {len(self.captured)} graphs anew", file=sys.stderr)
+        self.captured.clear()
+
+    def _capture(self, function: Callable[[], Any], buffers: Sequence[Tensor], label: str) -> Captured:
+        before = [buffer.clone() for buffer in buffers]
+        with tqdm(total=WARM_UPS + 1, desc=f"capture {label}", leave=False, disable=None) as bar:
+            for _ in range(WARM_UPS):
+                self.recorder.warm_up(function)
+                for buffer, values in zip(buffers, before):
+                    buffer.copy_(values)
+                bar.update()
+            captured = Captured(*self.recorder.record(function))
+            bar.update()
+        return captured
+
+
+class CudaRecorder:
+    """CUDA's side of `Graphs`: a stream to record on, and a pool of memory that all graphs share."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, function: Callable[[], Any]) -> None:
+        """Run for the side effects: kernels compiled and loaded, workspaces allocated on the recording stream."""
+        with self._on_stream():
+            function()
+
+    def record(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """The graph of `function`, and what it returned. Everything is compiled by now, or else that is an error."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.compiler.set_stance("fail_on_recompile"):
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                output = function()
+        return graph, output
+
+    @contextmanager
+    def _on_stream(self):
+        with torch.cuda.device(self.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                yield
+            torch.cuda.current_stream().wait_stream(self.stream)

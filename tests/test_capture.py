@@ -1,0 +1,307 @@
+"""Compiling and capturing, as far as a CPU can show it: the same functions, recorded and replayed.
+
+A tape stands for a CUDA graph. It records the operations that a function ran, with their tensors and constants,
+and replays them into the same memory. So a host value that a round reads is baked in, as in a graph, and gives a
+wrong token the next round; and an operation that a graph cannot hold is refused when it is recorded. Tokens are
+compared exactly in float32 with fixed seeds: no false alarms.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs
+from minicast import Decoder
+from minicast.decode import BUCKETS, State, pack, settle
+from minicast.methods import METHODS
+from minicast.sampling import SamplingParams
+from test_decode import CONTEXT, autoregressive, oracle, prompt_of, tiny_draft, tiny_target, tree_of
+
+STATIC = ["static", "flex"]
+
+
+class Tape(TorchDispatchMode):
+    """The operations of a function, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.before = [], {}
+
+    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
+        refuse(operation, arguments)
+        for argument, declared in zip(arguments, operation._schema.arguments):
+            if declared.alias_info and declared.alias_info.is_write:
+                storage = argument.untyped_storage()
+                self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        result = operation(*arguments, **(keywords or {}))
+        self.calls.append((operation, arguments, keywords or {}, result))
+        return result
+
+    def undo(self):
+        """As if nothing had run: recording a graph runs nothing."""
+        for storage, values in self.before.values():
+            storage.copy_(values)
+        self.before.clear()
+
+    def replay(self):
+        for operation, arguments, keywords, result in self.calls:
+            again = operation(*arguments, **keywords)
+            for old, new in zip(tensors(result), tensors(again), strict=True):
+                assert old.shape == new.shape
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def tensors(result) -> list[torch.Tensor]:
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def refuse(operation, arguments) -> None:
+    """What stops a capture: a value copied to the host, a shape that depends on data, values from the host."""
+    name = str(operation)
+    boolean_index = False
+    if name.startswith(("aten.index.", "aten.index_put")):
+        boolean_index = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in arguments[1])
+    elif torch.Tag.dynamic_output_shape in operation.tags:
+        raise AssertionError(f"{name}: its shape depends on data")
+    if boolean_index:
+        raise AssertionError(f"{name}: a boolean index, whose size depends on data")
+    if torch.Tag.data_dependent_output in operation.tags:
+        raise AssertionError(f"{name}: a value for the host")
+    if name.startswith("aten.lift_fresh"):
+        raise AssertionError(f"{name}: a tensor made from host values")
+
+
+class TapeRecorder:
+    """CudaRecorder's part, played by tapes. Keeps them in the order of recording."""
+
+    def __init__(self):
+        self.tapes, self.warm_ups = [], 0
+
+    def warm_up(self, function):
+        self.warm_ups += 1
+        function()
+
+    def record(self, function):
+        tape = Tape()
+        with tape:
+            output = function()
+        tape.undo()
+        self.tapes.append(tape)
+        return tape, output
+
+
+def replaying(target, draft, body="static", **options) -> Decoder:
+    decoder = Decoder(target, draft, attention=body, **options)
+    decoder.graphs = Graphs(TapeRecorder())
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_target(), tiny_draft()
+
+
+@pytest.mark.parametrize("body", STATIC)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 50, "top_p": 0.95}])
+def test_replayed_rounds_give_the_autoregressive_tokens(models, body, sampling):
+    """Prefix, tree, root and seed change between replays; one that was baked in repeats its first round."""
+    target, draft = models
+    decoder = replaying(target, draft, body)
+    for seed in range(2):
+        prompt = prompt_of(5 + 4 * seed, seed)
+        expected = autoregressive(target, prompt, 10, seed=seed, **sampling).token_ids
+        for method, width in (("ar", 0), ("dflash", 7), ("cast", 3), ("cast", 40)):
+            out = decoder.generate(prompt, method=method, width=width, max_new_tokens=10, seed=seed, **sampling)
+            assert out.token_ids == expected, (method, width)
+    assert len(decoder.graphs.recorder.tapes) == len(decoder.graphs.captured) == 8 - 1  # 7 and 3 nodes share 16 rows
+
+
+def test_replayed_stochastic_rounds_equal_uncaptured_ones(models):
+    """The verifier's own uniforms, too, are keyed by buffers."""
+    target, draft = models
+    options = dict(max_new_tokens=10, temperature=1.0, verifier="stochastic", width=7)
+    decoder, plain = replaying(target, draft), Decoder(target, draft, attention="static")
+    for seed in range(2):
+        prompt = prompt_of(6, seed)
+        expected = plain.generate(prompt, seed=seed, **options).token_ids
+        assert decoder.generate(prompt, seed=seed, **options).token_ids == expected
+
+
+def test_replayed_rounds_reach_the_end_of_the_context(models):
+    """The last rounds write padding behind the last position: there must be room, and the warm-ups' as well."""
+    target, draft = models
+    decoder = replaying(target, draft)
+    for length in (CONTEXT - 5, CONTEXT - 1):
+        prompt = prompt_of(length)
+        for method in METHODS:
+            out = decoder.generate(prompt, method=method, width=63, max_new_tokens=50)
+            assert out.token_ids == autoregressive(target, prompt, 50).token_ids
+            assert out.stop_reason == "context"
+
+
+def test_recording_leaves_no_trace(models):
+    """Warm-ups run on the real buffers. What they leave, P moved or the drafter's count, shifts the whole answer."""
+    target, draft = models
+    prompt = prompt_of(6)
+    plain = Decoder(target, draft, attention="static")
+    decoder = replaying(target, draft)
+    ours = decoder.stream(prompt, width=15, max_new_tokens=30)
+    for theirs in plain.stream(prompt, width=15, max_new_tokens=30):
+        mine = next(ours)
+        assert (mine.token_ids, mine.path) == (theirs.token_ids, theirs.path)
+        for name in ("prefix", "drafted", "tapped"):
+            assert getattr(decoder.state, name) == getattr(plain.state, name)
+        assert int(decoder.state.P) == decoder.state.prefix and int(decoder.state.D) == decoder.state.drafted
+
+
+def test_a_method_of_ones_own_runs_as_it_is(models):
+    """It reads the text so far, which a graph cannot: only the rest of its rounds is replayed."""
+    target, draft = models
+    prompt = prompt_of(6)
+    expected = autoregressive(target, prompt, 40).token_ids
+    decoder = replaying(target, draft)
+    out = decoder.generate(prompt, method=oracle(expected, len(prompt), decoys=1), max_new_tokens=40)
+    assert out.token_ids == expected
+    assert set(out.round_lengths[:-1]) == {draft.block_size}
+    assert {key[0] for key in decoder.graphs.captured} == {"settle"}
+
+
+def test_trees_yielded_are_the_callers_own(models):
+    """A replay overwrites what the last one returned: a list of rounds must not hold one tree many times."""
+    decoder = replaying(*models)
+    seen = []
+    kept = []
+    for step in decoder.stream(prompt_of(6), width=15, max_new_tokens=12):
+        if step.tree is not None:
+            kept.append(step.tree)
+            seen.append(step.tree.tokens.clone())
+    assert len(kept) > 2 and all(torch.equal(tree.tokens, tokens) for tree, tokens in zip(kept, seen))
+
+
+def test_the_number_of_graphs_is_bounded_by_the_buckets(models):
+    """40 rounds over three widths: one graph a width to propose and one a bucket to settle, whatever the rounds."""
+    decoder = replaying(*models)
+    rounds = 0
+    for width in (63, 20, 15) * 2:
+        rounds += len(decoder.generate(prompt_of(5), width=width, max_new_tokens=30).round_lengths)
+    settles = [key for key in decoder.graphs.captured if key[0] == "settle"]
+    assert rounds >= 40
+    assert [key[1] for key in settles] == [64, 24, 16]
+    assert len(decoder.graphs.recorder.tapes) == 6
+    assert decoder.graphs.recorder.warm_ups == 2 * 6
+
+
+def test_a_seed_does_not_record_anew_but_a_temperature_does(models):
+    """The seed is in a buffer; what is constant in a graph must be in its key."""
+    decoder = replaying(*models)
+    counts = []
+    for temperature, seed in ((1.0, 1), (1.0, 2), (0.5, 2)):
+        decoder.generate(prompt_of(5), width=7, temperature=temperature, seed=seed, max_new_tokens=6)
+        counts.append(len(decoder.graphs.recorder.tapes))
+    assert counts == [2, 2, 3]
+
+
+def test_graphs_kept_are_bounded():
+    """A server whose users choose temperatures freely must not fill the memory with graphs."""
+    graphs = Graphs(TapeRecorder())
+    x = torch.zeros(1)
+    for key in range(MAX_GRAPHS + 5):
+        graphs.run(key, lambda: x.add_(1), [], "one")
+        graphs.run(0, lambda: x.add_(1), [], "one")
+    assert len(graphs.captured) == MAX_GRAPHS and 0 in graphs.captured and 1 not in graphs.captured
+
+
+def test_growing_caches_drop_the_graphs(models, capsys):
+    """Graphs hold the addresses of caches: growing ones are said in a line, and recorded anew."""
+    target, draft = tiny_target(context=4096), tiny_draft(context=4096)
+    decoder = replaying(target, draft, max_length=50)
+    short, long = prompt_of(20), prompt_of(70)
+    options = dict(width=7, max_new_tokens=8)
+    decoder.generate(short, **options)
+    assert decoder.state.slots == 256 and len(decoder.graphs.recorder.tapes) == 2  # 64 positions and the widest pack
+    decoder.reset()
+    address = decoder.state.target_cache.data.data_ptr()
+    decoder.generate(short, **options)
+    assert decoder.state.target_cache.data.data_ptr() == address and len(decoder.graphs.recorder.tapes) == 2
+    assert capsys.readouterr().err == ""
+    out = decoder.generate([*long] * 2, **options)
+    assert out.token_ids == autoregressive(target, [*long] * 2, 8).token_ids
+    assert len(decoder.graphs.recorder.tapes) == 4
+    assert capsys.readouterr().err.strip().count("\n") == 0
+
+
+def test_one_host_sync_a_round(models, monkeypatch):
+    """Each copy to the host stalls the device. A replayed round has one: its outcome."""
+    decoder = replaying(*models)
+    decoder.generate(prompt_of(5), width=15, max_new_tokens=10)
+    calls = []
+    for name in ("tolist", "item", "cpu", "numpy", "__int__", "__bool__", "__float__"):
+        original = getattr(torch.Tensor, name)
+
+        def spy(self, *arguments, name=name, original=original):
+            calls.append(name)
+            return original(self, *arguments)
+
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    rounds = decoder.stream(prompt_of(5), width=15, max_new_tokens=30)
+    next(rounds)
+    for _ in range(3):
+        calls.clear()
+        next(rounds)
+        assert calls == ["tolist"]
+
+
+@pytest.mark.parametrize("body", STATIC)
+def test_padding_leaves_committed_slots_untouched(models, body):
+    """Padding rows write keys, too: to free slots above the pack, never to a committed one, not even its bits."""
+    target, draft = models
+    prompt = prompt_of(9)
+    for n in BUCKETS[1:]:
+        decoder = Decoder(target, draft, attention=body)
+        rounds = decoder.stream(prompt, width=7, max_new_tokens=20)
+        next(rounds), next(rounds)
+        state = decoder.state
+        P = state.prefix
+        before = state.target_cache.data[..., :P, :].clone(), state.features[:, :P].clone()
+        request = decoder._request("cast", 7, 8, SamplingParams(), "direct")
+        with torch.no_grad():
+            pack(state, tree_of([(5, -1), (6, 0)]))
+            settle(state, request, n)
+        assert torch.equal(state.target_cache.data[..., :P, :], before[0])
+        assert torch.equal(state.features[:, :P], before[1])
+
+
+@pytest.mark.parametrize("body, tokens", [("static", 21), ("flex", 5)])
+def test_layers_compile_once_a_bucket(models, body, tokens):
+    """Some 40 rounds over 3 widths: the layers of target and drafter share code, and prefixes and trees change none
+    of it. Past torch's limit a shape would run uncompiled without a word."""
+    torch._dynamo.reset()
+    target, draft = models
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(inputs)
+        return graph.forward
+
+    decoder = Decoder(target, draft, attention=body)
+    decoder.state.body.layer = CompiledLayer(backend)
+    prompt = prompt_of(5)
+    expected = autoregressive(target, prompt, tokens).token_ids
+    for width in (3, 15, 31) * (2 if body == "static" else 1):
+        assert decoder.generate(prompt, width=width, max_new_tokens=tokens).token_ids == expected
+    assert len(compiled) == 3  # 16 and 32 rows of the target, 8 of the drafter
+
+
+def test_without_a_compiler_there_is_one_warning(models):
+    """A machine without a C++ compiler must decode all the same, and say so once."""
+    torch._dynamo.reset()
+    target, draft = models
+    prompt = prompt_of(5)
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/nonexistent")}):
+        with pytest.warns(UserWarning, match="cannot compile") as caught:
+            decoder = Decoder(target, draft, attention="flex", compile=True)
+            out = decoder.generate(prompt, width=7, max_new_tokens=6)
+    assert len([warning for warning in caught if "cannot compile" in str(warning.message)]) == 1
+    assert out.token_ids == autoregressive(target, prompt, 6).token_ids
