@@ -24,7 +24,7 @@ from minicast.methods import METHODS, Method, Proposal, best_first, chain, no_tr
 from minicast.sampling import SamplingParams
 from minicast.tree import Tree
 from minicast.verify import siblings, target_choices, visit, walk
-from minicast.width import MAX_WIDTH, FixedWidth, clamp_width
+from minicast.width import MAX_WIDTH, UNINFORMED, FixedWidth, clamp_width
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.transformer import KVCache, Target, Window
@@ -362,6 +362,7 @@ class Decoder:
         self.state = State(target, draft, BODIES[name](CompiledLayer() if compile else None))
         self.graphs = Graphs(CudaRecorder(target.device)) if cuda and compile else None
         self.output = Output()
+        self.deployment = None  # costs and masses, known once a width has to be chosen: `minicast.probe.Deployment`
 
     def reset(self) -> None:
         """Forget the cached prefix and free the caches."""
@@ -378,7 +379,7 @@ class Decoder:
         self,
         prompt_ids: Sequence[int],
         method: str | Method = "cast",
-        width: int = 15,
+        width: int | str = "auto",
         max_new_tokens: int = 64,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -393,7 +394,8 @@ class Decoder:
         Args:
             prompt_ids: at least one id; never altered
             method: "ar", "dflash", "cast", or a function from `Proposal` to `Tree`
-            width: N for "cast", 0..127; 0 is "ar"
+            width: N for "cast", 0..127; 0 is "ar"; "auto": one that pays on this machine, found by a probe that is
+                kept on disk; "round": likewise, for each round; both fall back on AR where drafting does not pay
             max_new_tokens: exact bound on new tokens; 0 gives none
             temperature, top_k, top_p, seed: see `minicast.sampling`; temperature 0 is greedy
             stop_ids: ids that end the answer; the one reached is emitted
@@ -404,13 +406,13 @@ class Decoder:
             UsageError: for a request that can't be served
             UserError: when the target's logits are not finite
         """
-        started = time.perf_counter()
-        state, output = self.state, Output()
-        self.output = output
-        policy = FixedWidth(clamp_width(width))
-        request = self._request(method, width, rank_cap, SamplingParams(temperature, top_k, top_p, seed), verifier)
         room, full = self._room(prompt_ids, max_new_tokens)
-        output.stop_reason = full
+        policy = self._policy(method, width, len(prompt_ids), room)
+        started = time.perf_counter()
+        state, output = self.state, Output(stop_reason=full)
+        self.output = output
+        params = SamplingParams(temperature, top_k, top_p, seed)
+        request = self._request(method, policy.width, rank_cap, params, verifier)
         if room == 0:
             return
         token_ids = list(prompt_ids)
@@ -439,11 +441,26 @@ class Decoder:
             if reason:
                 output.stop_reason = reason
                 return
-            tree = self._propose(request, token_ids, policy.width)  # 1 draft, 2 propose, 3 pack
+            tree = policy.trim(self._propose(request, token_ids, policy.width))  # 1 draft, 2 propose, 3 pack
             opened = opened or self._clock()
             settled = Settled.read(self._settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
             state.commit(settled.tokens, request.tap)
             emitted = settled.tokens[1:] + [settled.next_token]
+
+    def _policy(self, method: str | Method, width: int | str, prompt_tokens: int, new_tokens: int):
+        """What chooses each round's width, see `minicast.width`. The first of a deployment measures costs."""
+        if isinstance(width, int):
+            return FixedWidth(clamp_width(width))
+        if width not in ("auto", "round"):
+            raise UsageError(f"unknown width {width!r}: choose auto, round or a number from 0 to {MAX_WIDTH}")
+        own_method = callable(method) and method not in METHODS.values()
+        if self.draft is None or new_tokens == 0 or not (own_method or method in ("cast", best_first)):
+            return FixedWidth(UNINFORMED)
+        if self.deployment is None:
+            from minicast.probe import Deployment
+
+            self.deployment = Deployment(self)
+        return self.deployment.policy(width, own_method, prompt_tokens, new_tokens)
 
     def _request(self, method, width: int, rank_cap: int | None, params: SamplingParams, verifier: str) -> Request:
         """The request, checked."""
@@ -504,6 +521,8 @@ class Decoder:
 
     def _propose(self, request: Request, token_ids: Sequence[int], width: int) -> Tree:
         """`propose`, replayed where graphs are in use and the method can be captured."""
+        if width == 0 and request.method is best_first:  # a policy's pause: the drafter rests
+            request = replace(request, method=no_tree)
         state, method = self.state, request.method
         while state.static and request.tap and state.prefix - state.drafted > state.depth + 1:
             read_features(state, min(state.prefix - state.drafted, PREFILL_ROWS))  # after rounds without a draft

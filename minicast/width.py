@@ -15,18 +15,23 @@ Where cost is affine, the first N that fails this is the best one (Theorem 2). W
 kernel's tile or a captured bucket, throughput may rise again, and the best of all such N is taken.
 Autoregressive decoding is not in that family, for it does not pay the drafter: it is N = 0, compared last.
 
-This file is arithmetic: it measures nothing and knows no model.
+The rule predicts; a policy asks it for a width, round after round, and looks at what was committed.
+
+This file is arithmetic: it measures nothing and knows no model. Costs are measured in `probe`.
 """
 
 import warnings
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import ceil
 from statistics import fmean, linear_regression
 
+from minicast.tree import Tree
+
 MAX_WIDTH = 127  # packed rows n = N + 1 stay within 128, the paper's grid and the widest bucket
+UNINFORMED = 15  # where no cost and no mass can be known
 FIT_FROM = 16    # the paper fits its line from 16 packed rows on: fewer take other kernels
 
 
@@ -204,51 +209,143 @@ def decide(
 
 # When the prediction was too hopeful
 
+BUDGET = 2.5       # AR tokens of time that an answer may lose before drafting pauses: 2 % of 128
+BANK = 10.0        # most that good rounds save up, so that a text that turns hard is noticed
+TRY_SHARE = 0.015  # of the AR time before it, what the first try after a pause may lose
+DAMPING = 1e-9     # sums of rounded numbers may miss their mark by so much
+
+
 @dataclass
 class BackOff:
     """Leaves drafting for a while when it does not pay, so that a poor head or a hard text costs little.
 
-    The rule trusts the drafter's scores; this looks at what was committed. While the last `window` drafted
-    rounds committed less on average than AR would have in their time, it asks for k tokens of AR, then tries
-    again. k doubles with each failure in a row and starts afresh after a window that paid.
+    The rule trusts the drafter's scores; this looks at what was committed. It keeps a purse, in units of the
+    time AR takes for one token. A drafted round earns the R tokens it committed and spends its own time, and
+    it only takes place if the purse could pay for it even if nothing were accepted. Otherwise AR decodes k
+    tokens, then there is money for one more try; k doubles with each failure in a row. (A sum that is
+    kept below a cap and raises an alarm at a limit is Page's test for a change of mean, the quickest for
+    its rate of false alarms.)
+
+    So an answer loses at most BUDGET, or one round if that is more, and one try a pause. What good rounds
+    saved stays for the next answer, where it makes a false alarm less likely.
     """
 
-    window: int = 16
-    first_pause: int = 32  # k, in tokens
-    ar_tokens_left: int = field(default=0, init=False)
-    _pause: int = field(init=False)
-    _gains: deque[float] = field(init=False)  # of the last drafted rounds: R less the R that AR's speed needs
-
-    def __post_init__(self):
-        self._pause = self.first_pause
-        self._gains = deque(maxlen=self.window)
+    purse: float = BUDGET
+    price: float = 0.0  # what one more round like the last would lose if nothing were accepted
+    ar_tokens_left: int = 0
+    _pauses: int = 0    # since drafting last filled the purse, or the answer began
 
     @property
     def drafting(self) -> bool:
         """Whether the next round should draft."""
         return self.ar_tokens_left == 0
 
-    def drafted(self, committed: int, break_even: float) -> None:
-        """A drafted round committed R tokens and took the time of `break_even` tokens of AR: l(N) / l(0)."""
-        self._gains.append(committed - break_even)
-        if len(self._gains) < self.window:
-            return
-        if sum(self._gains) >= 0:
-            self._pause = self.first_pause
-        else:
-            self.ar_tokens_left, self._pause = self._pause, 2 * self._pause
-            self._gains.clear()
+    def begin(self) -> None:
+        """Another answer: its text may be easier."""
+        self.purse = max(self.purse, BUDGET)
+        self.ar_tokens_left = self._pauses = 0
+
+    def drafted(self, committed: int, ar_tokens: float) -> None:
+        """A drafted round committed R tokens and took the time of `ar_tokens` tokens of AR."""
+        self.purse = min(self.purse + committed - ar_tokens, BANK)
+        self.price = max(ar_tokens - 1.0, 0.0)
+        if self.purse == BANK:
+            self._pauses = 0
+        if self.purse < self.price - DAMPING:
+            self.ar_tokens_left = ceil(self.price / TRY_SHARE) << self._pauses
+            self._pauses += 1
+            self.purse = self.price
 
     def decoded(self, tokens: int = 1) -> None:
         """AR emitted `tokens` tokens."""
         self.ar_tokens_left = max(self.ar_tokens_left - tokens, 0)
 
 
+# Policies: `width` is N to propose next, `trim` what of the proposed tree is verified, `observe` hears the end
+
 @dataclass
 class FixedWidth:
-    """The policy that always asks for the same width."""
+    """Always the same width."""
 
     width: int
 
+    def trim(self, tree: Tree) -> Tree:
+        return tree
+
     def observe(self, width: int, committed: int) -> None:
-        """A round of this width committed so many tokens; nothing follows from it here."""
+        """A round that verified `width` nodes committed so many tokens."""
+
+
+@dataclass
+class AutoWidth:
+    """One N* for every round (paper, §3.3), and AR while that does not pay.
+
+    best: N* >= 1; times: round_times, up to N* at least
+    """
+
+    best: int
+    times: Sequence[float]
+    back_off: BackOff
+
+    @property
+    def width(self) -> int:
+        return self.best if self.back_off.drafting else 0
+
+    def trim(self, tree: Tree) -> Tree:
+        return tree
+
+    def observe(self, width: int, committed: int) -> None:
+        if width == 0:
+            self.back_off.decoded(committed)
+        else:
+            self.back_off.drafted(committed, self.times[width] / self.times[0])
+
+
+@dataclass
+class RoundWidth:
+    """A width for each round by its own masses: the widest tree is proposed, its best nodes are verified.
+
+    It reads the masses on the host, on a GPU one wait a round more.
+
+    times: round_times up to MAX_WIDTH; draft_ms: the part that a round has spent when its masses are known
+    rate: tokens a ms that the decoder makes otherwise, the price of time
+    look: shown every proposed tree, to learn from it
+    """
+
+    times: Sequence[float]
+    draft_ms: float
+    rate: float
+    back_off: BackOff
+    look: Callable[[Tree], None] | None = None
+    _drafted: bool = field(default=False, init=False)
+
+    @property
+    def width(self) -> int:
+        self._drafted = self.back_off.drafting
+        return MAX_WIDTH if self._drafted else 0
+
+    def trim(self, tree: Tree) -> Tree:
+        if tree.width == 0:
+            return tree
+        if self.look:
+            self.look(tree)
+        return tree.first(paying_width(tree.log_mass.exp().tolist(), self.times, self.draft_ms, self.rate))
+
+    def observe(self, width: int, committed: int) -> None:
+        if not self._drafted:
+            self.back_off.decoded(committed)
+            return
+        spent = self.times[width] if width else self.draft_ms + self.times[0]
+        self.back_off.drafted(committed, spent / self.times[0])
+
+
+def paying_width(masses: Sequence[float], times: Sequence[float], draft_ms: float, rate: float) -> int:
+    """How many of a drafted round's nodes pay for their verification: N in 0..len(masses), the larger of equals.
+
+    Over many rounds throughput is highest if each of them takes what its time is worth elsewhere: the N of
+    largest 1 + g(N) - rate l(N). That is Theorem 2 with the decoder's own throughput in the place of this
+    round's. The draft is spent either way, so here N = 0 pays it too.
+    """
+    times = [draft_ms + times[0], *times[1:]]
+    surplus = [R - rate * ms for R, ms in zip(accumulate(masses, initial=1.0), times)]
+    return max(range(len(surplus)), key=lambda N: (surplus[N], N))

@@ -42,6 +42,7 @@ def load_draft(name: str, dtype: torch.dtype | None = None, device=None, progres
     with torch.device("meta"):
         draft = DraftHead(config)
     load_weights(draft, directory, dtype=dtype, device=device, pack=True, progress=progress)
+    draft.directory = directory
     return draft.eval()
 
 

@@ -10,6 +10,8 @@ stays. Queries come from the block only, and see the whole prefix and the whole 
 Embedding and LM head are the target's. What is done with the L distributions is not decided here.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +26,7 @@ class DraftHead(nn.Module):
     def __init__(self, config: DraftConfig):
         super().__init__()
         self.config = config
+        self.directory: Path | None = None  # that it was loaded from: the pair's mass curve lies there
         self.rotary = Rotary(config)
         self.fc = Linear(len(config.taps) * config.hidden, config.hidden)
         self.hidden_norm = RMSNorm(config.hidden, config.eps)

@@ -1,0 +1,403 @@
+"""What the width rule needs to know: what a round costs here, and what the drafter's candidates weigh (paper, §3.3).
+
+Costs are measured on the path that will run, the decoder's own two functions: `propose` at two widths gives the
+draft and h(N), `settle` at a few row counts gives the target's pass with walk and commit. They are kept on disk, so
+that a deployment is probed once. The paper's protocol (Table 5) is `paper_probe`.
+
+Masses are a mean over recorded rounds, the mass curve of a target/draft pair: shipped beside the head as curve.json
+(minicast/replay.py records it), or else learned from the rounds decoded here.
+
+Which width follows is decided in `width`. Only imported where a width is to be chosen.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from minicast.decode import BUCKETS, MAX_ROWS, Decoder, Request
+from minicast.sampling import SamplingParams
+from minicast.tree import Tree
+from minicast.width import (
+    MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, RoundWidth, best_drafted, decide,
+    round_times,
+)
+from model.default_model import cache_directory
+from model.errors import UserError
+
+FORMAT = 1  # of the cached costs: raise it when what is measured changes
+ASKED = (1, 4, 8, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # row counts, where they are not the buckets'
+ASKED_FIRST = 16     # up to here always; beyond, only while the rule still adds nodes
+PROPOSED = (1, MAX_WIDTH)  # widths at which proposing is timed
+BEHIND = 2           # positions the drafter has to catch up with before a draft: about what a round commits
+WARM_UPS, REPEATS, LEAST_REPEATS = 2, 7, 3
+SECONDS = 1.5        # a group of passes is not repeated further beyond this
+PREFIXES = (256, 1024, 4096, 16384, 65536)  # prefix lengths that costs are measured at
+PAPER_PACKED, PAPER_PREFIX, PAPER_WARM_UPS, PAPER_REPEATS = (1, 16, 24, 32, 48, 64, 96, 128), 1024, 8, 30
+LEARNED = 128        # rounds a learned mass curve needs; until then every round is judged by its own masses
+SAVED_EVERY = 16     # rounds
+
+
+# Costs
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of a round's parts, medians.
+
+    Attributes:
+        packed, settle_ms: verify, walk and commit over n packed rows, by n, ascending
+        propose_ms: draft, tree and pack at the widths PROPOSED
+    """
+
+    packed: tuple[int, ...]
+    settle_ms: tuple[float, ...]
+    propose_ms: tuple[float, float]
+
+    @property
+    def draft_ms(self) -> float:
+        """Of a draft with the smallest tree."""
+        return self.propose_ms[0]
+
+    def overhead_ms(self, N: int) -> float:
+        """h(N): what a larger tree takes beyond that, on a line between the two widths measured."""
+        narrow, wide = PROPOSED
+        return max(self.propose_ms[1] - self.propose_ms[0], 0.0) * (N - narrow) / (wide - narrow)
+
+    def model(self, static: bool) -> CostModel:
+        return CostModel.fit(self.packed, self.settle_ms, BUCKETS if static else ())
+
+    def times(self, static: bool) -> list[float]:
+        """l(N) for N from 0, AR, to the widest measured."""
+        return round_times(self.model(static), self.packed[-1] - 1, self.draft_ms, self.overhead_ms)
+
+
+def interleaved(
+    passes: dict[Hashable, Callable[[], object]],
+    clock: Callable[[], float],
+    warm_ups: int = WARM_UPS,
+    repeats: int = REPEATS,
+    seconds: float = SECONDS,
+) -> dict[Hashable, float]:
+    """Median milliseconds of each pass, all of them in turn, so that a slow moment of the machine hits all alike.
+
+    Slow passes are repeated less, LEAST_REPEATS times at least, when together they take longer than `seconds`.
+    """
+    times = {name: [] for name in passes}
+    opened = clock()
+    for repeat in range(warm_ups + repeats):
+        if repeat >= warm_ups + LEAST_REPEATS and clock() - opened > seconds:
+            break
+        for name, run in passes.items():
+            started = clock()
+            run()
+            if repeat >= warm_ups:
+                times[name].append(clock() - started)
+    return {name: 1e3 * median(values) for name, values in times.items()}
+
+
+class Passes:
+    """The decoder's own `propose` and `settle` after a prefix of P positions whose content does not matter.
+
+    Uses the decoder's state, because graphs hold its addresses; `close` forgets what was cached there.
+    """
+
+    def __init__(self, decoder: Decoder, prefix: int, positions: int = 0):
+        self.decoder, self.state, self.prefix = decoder, decoder.state, prefix
+        self.request: Request = decoder._request("cast", 1, 8, SamplingParams(), "direct")
+        decoder.reset()
+        decoder._reserve(max(prefix, positions))
+        self.propose(MAX_WIDTH)  # its first rows are a pack of any smaller width
+        ids = torch.randint(decoder.target.vocab_size, (MAX_ROWS,), generator=torch.Generator().manual_seed(0))
+        self.state.tokens.copy_(ids)
+
+    def propose(self, width: int) -> None:
+        self._place(self.prefix - min(BEHIND, self.prefix))
+        self.decoder._propose(self.request, [0], width)
+
+    def settle(self, n: int) -> None:
+        self._place(self.prefix)
+        self.decoder._settle(self.request, n)
+
+    def _place(self, drafted: int) -> None:
+        state = self.state
+        state.prefix = state.tapped = self.prefix
+        state.drafted = drafted
+        state.P.fill_(self.prefix)
+        state.D.fill_(drafted)
+
+    def close(self) -> None:
+        self.decoder.reset()
+
+
+def measure(
+    decoder: Decoder, prefix: int, positions: int, masses: Sequence[float], known: Costs | None = None
+) -> Costs:
+    """Probe as many row counts as the rule asks for with these masses, beyond those already known.
+
+    positions: what the request needs, so that caches do not grow again after the probe
+    """
+    asked = BUCKETS if decoder.state.static else ASKED
+    first = [n for n in asked if n <= ASKED_FIRST]
+    passes = Passes(decoder, prefix, positions)
+    try:
+        if known is None:
+            runs = {n: lambda n=n: passes.settle(n) for n in first}
+            runs |= {-N: lambda N=N: passes.propose(N) for N in PROPOSED}
+            times = interleaved(runs, decoder._clock)
+            known = Costs(tuple(first), tuple(times[n] for n in first), tuple(times[-N] for N in PROPOSED))
+        for n in asked:
+            if n > known.packed[-1] and wants_more(known, masses, decoder.state.static):
+                ms = interleaved({n: lambda: passes.settle(n)}, decoder._clock)[n]
+                known = Costs((*known.packed, n), (*known.settle_ms, ms), known.propose_ms)
+    finally:
+        passes.close()
+    return known
+
+
+def wants_more(costs: Costs, masses: Sequence[float], static: bool) -> bool:
+    """Whether the best drafted width lies at or beyond the end of what was measured."""
+    if costs.packed[-1] >= MAX_ROWS or len(masses) < costs.packed[-1]:
+        return False
+    times = round_times(costs.model(static), len(masses), costs.draft_ms, costs.overhead_ms)
+    return best_drafted(masses, times) >= costs.packed[-1] - 1
+
+
+@torch.no_grad()
+def paper_probe(
+    decoder: Decoder, prefix: int = PAPER_PREFIX, packed: Sequence[int] = PAPER_PACKED,
+    warm_ups: int = PAPER_WARM_UPS, repeats: int = PAPER_REPEATS,
+) -> CostModel:
+    """Table 5's protocol: random packed tokens after 1,024 positions, 8 warm-ups and 30 timed passes at each count.
+
+    What is timed is the pass that runs, walk and commit included.
+    """
+    passes = Passes(decoder, prefix)
+    try:
+        runs = {n: lambda n=n: passes.settle(n) for n in packed}
+        times = interleaved(runs, decoder._clock, warm_ups, repeats, seconds=float("inf"))
+    finally:
+        passes.close()
+    return CostModel.fit(packed, [times[n] for n in packed], BUCKETS if decoder.state.static else ())
+
+
+# Masses
+
+@dataclass
+class MassCurve:
+    """Mean prefix masses of a target/draft pair's rounds.
+
+    Attributes:
+        masses: (MAX_WIDTH,) by rank, best first; chain_masses: (L,) of the top-1 prefix by depth
+        rounds: how many they are means of
+    """
+
+    masses: list[float]
+    chain_masses: list[float]
+    rounds: int = 0
+
+    @classmethod
+    def empty(cls, depth: int) -> "MassCurve":
+        return cls([0.0] * MAX_WIDTH, [0.0] * depth)
+
+    @classmethod
+    def read(cls, path: Path, depth: int) -> "MassCurve":
+        """From a JSON object with these three names. ValueError if it is none, or of another block depth."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            curve = cls(*([float(mass) for mass in values[name]] for name in ("masses", "chain_masses")))
+            curve.rounds = int(values["rounds"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{error} is missing or of another kind") from error
+        if len(curve.masses) > MAX_WIDTH or len(curve.chain_masses) != depth:
+            raise ValueError(f"it is of a block of {len(curve.chain_masses) + 1}, the head's is {depth + 1}")
+        if not all(0 <= mass <= 1 for mass in curve.masses + curve.chain_masses):
+            raise ValueError("a mass lies between 0 and 1")
+        return curve
+
+    def add(self, tree: Tree) -> None:
+        """One more round, by its widest tree. The best node of a depth is the chain's."""
+        masses, depths = tree.log_mass.exp().tolist(), tree.depths.tolist()
+        by_depth: dict[int, float] = {}
+        for mass, depth in zip(masses, depths):
+            by_depth.setdefault(depth, mass)
+        self.rounds += 1
+        for rank, mean in enumerate(self.masses):
+            self.masses[rank] += ((masses[rank] if rank < len(masses) else 0.0) - mean) / self.rounds
+        for index, mean in enumerate(self.chain_masses):
+            self.chain_masses[index] += (by_depth.get(index + 1, 0.0) - mean) / self.rounds
+
+
+def curve_of(decoder: Decoder) -> tuple[MassCurve, Path]:
+    """The pair's curve and its file: the one beside the head, or else the one learned so far."""
+    depth, directory = decoder.state.depth, decoder.draft.directory
+    shipped = directory and directory / "curve.json"
+    if shipped and shipped.is_file():
+        try:
+            return MassCurve.read(shipped, depth), shipped
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot use {shipped}: {error}; delete it, and the curve is learned") from error
+    learned = cache_directory() / "curves" / f"{pair_digest(decoder)}.json"
+    try:
+        return MassCurve.read(learned, depth), learned
+    except (OSError, ValueError):  # not there, or not ours: start anew
+        return MassCurve.empty(depth), learned
+
+
+# A deployment: costs and masses on one machine
+
+class Deployment:
+    """What a decoder knows of costs and masses, and the policies that follow.
+
+    Attributes:
+        curve, curve_file: the pair's mass curve and where it is kept
+        costs: by prefix length, as far as asked for
+        back_off: what drafting has earned so far
+    """
+
+    def __init__(self, decoder: Decoder):
+        self.decoder = decoder
+        self.curve, self.curve_file = curve_of(decoder)
+        self.costs: dict[int, Costs] = {}
+        self.back_off = BackOff()
+
+    def policy(self, width: str, own_method: bool, prompt_tokens: int, new_tokens: int):
+        """The policy of one answer, for the width "auto" or "round".
+
+        A method that is not ours need not propose best first, and is there to be seen: one width, and never AR.
+        """
+        costs = self.costs_at(prompt_tokens, new_tokens)
+        decision = self.decision(costs)
+        if own_method:
+            return FixedWidth(max(decision.drafted_width, 1) if decision else UNINFORMED)
+        if width == "auto" and decision and decision.width == 0:
+            return FixedWidth(0)
+        self.back_off.begin()
+        times = costs.times(self.decoder.state.static)
+        if width == "auto" and decision:
+            return AutoWidth(decision.width, times, self.back_off)
+        rate = max(decision.tokens_per_second.values()) / 1e3 if decision else 1.0 / times[0]
+        return RoundWidth(times, costs.draft_ms, rate, self.back_off, None if decision else self.learn)
+
+    @torch.no_grad()
+    def costs_at(self, prompt_tokens: int, new_tokens: int, reprobe: bool = False) -> Costs:
+        """Costs for an answer of that size; probed where neither this decoder nor the disk knows them."""
+        decoder = self.decoder
+        prefix = prefix_bucket(prompt_tokens + new_tokens // 2, decoder.target.context)
+        key = cost_key(decoder, prefix)
+        path = cache_directory() / "costs" / f"{digest(key)}.json"
+        known = None if reprobe else self.costs.get(prefix) or read_costs(path, key)
+        if known is None or wants_more(known, self.known_masses, decoder.state.static):
+            known = measure(decoder, prefix, prompt_tokens + new_tokens, self.known_masses, known)
+            write_json(path, {"key": key, "costs": asdict(known)})
+        self.costs[prefix] = known
+        return known
+
+    @property
+    def known_masses(self) -> list[float]:
+        """Best first; none while the curve is young."""
+        return self.curve.masses if self.curve.rounds >= LEARNED else []
+
+    def decision(self, costs: Costs) -> Decision | None:
+        """The rule on the mass curve; None while the curve is young."""
+        if not self.known_masses:
+            return None
+        cost = costs.model(self.decoder.state.static)
+        return decide(self.known_masses, cost, costs.draft_ms, costs.overhead_ms, self.curve.chain_masses)
+
+    def learn(self, tree: Tree) -> None:
+        """Take a proposed tree into the curve, and keep the curve on disk."""
+        if self.curve.rounds < LEARNED:
+            self.curve.add(tree)
+            if self.curve.rounds % SAVED_EVERY == 0:
+                write_json(self.curve_file, asdict(self.curve))
+
+    def lines(self, prompt_tokens: int, new_tokens: int) -> list[str]:
+        """What `--explain` prints."""
+        costs = self.costs_at(prompt_tokens, new_tokens)
+        decision = self.decision(costs)
+        rows = ", ".join(f"{ms:.1f} ({n})" for n, ms in zip(costs.packed, costs.settle_ms))
+        lines = [
+            f"costs on {device_name(self.decoder)}: draft {costs.draft_ms:.1f} ms; "
+            f"ms by packed rows, of which 1 is AR: {rows}"
+        ]
+        if decision is None:
+            known = f"{self.curve.rounds} of {LEARNED} rounds are known"
+            return [*lines, f"no mass curve of this pair yet, {known}: each round goes by its own masses"]
+        return [*lines, f"masses: means of {self.curve.rounds} rounds, {self.curve_file}", *decision.lines()]
+
+
+def prefix_bucket(positions: int, context: int) -> int:
+    """The prefix length that stands for this one."""
+    return min(next((bucket for bucket in PREFIXES if bucket >= positions), PREFIXES[-1]), context)
+
+
+def cost_key(decoder: Decoder, prefix: int) -> dict:
+    """All that decides what a round costs. Weights do not, only their shapes and layout."""
+    target, draft, state = decoder.target, decoder.draft, decoder.state
+    return {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "device": device_name(decoder),
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype),
+        "target": repr(target.config),
+        "draft": repr(draft.config),
+        "weight_bytes": sum(layer.weight_bytes() for layer in target.modules() if hasattr(layer, "weight_bytes")),
+        "attention": type(state.body).__name__,
+        "compiled": state.body.layer is not None,
+        "positions": decoder.max_length if state.static else 0,
+        "prefix": prefix,
+    }
+
+
+def device_name(decoder: Decoder) -> str:
+    device = decoder.target.device
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name} ({torch.get_num_threads()} threads)"
+
+
+def pair_digest(decoder: Decoder) -> str:
+    """Names a pair by its shapes and by its norms' weights, which no two trained models share."""
+    norms = [decoder.target.norm.weight, decoder.draft.norm.weight, decoder.draft.hidden_norm.weight]
+    weights = [weight.float().tolist() for weight in norms]
+    return digest([repr(decoder.target.config), repr(decoder.draft.config), weights])
+
+
+def digest(values) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def read_costs(path: Path, key: dict) -> Costs | None:
+    """What was measured under this key; None if nothing usable."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["key"] != key:
+            return None
+        costs = Costs(*(tuple(values["costs"][name]) for name in ("packed", "settle_ms", "propose_ms")))
+        costs.model(static=False)  # refuses what is no measurement
+        return costs if len(costs.propose_ms) == len(PROPOSED) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_json(path: Path, values: dict) -> None:
+    """The whole file or the old one. What can't be kept is measured again next time: no reason to stop."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = path.with_name(f"{path.name}.{os.getpid()}.part")
+        partial_file.write_text(json.dumps(values) + "\n", encoding="utf-8")
+        os.replace(partial_file, path)
+    except OSError:
+        pass
