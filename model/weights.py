@@ -7,7 +7,7 @@ layer is packed as soon as its last piece has arrived. So at no time is there mo
 the layer in hand: neither a second copy of the weights nor the file's pages, unmapped after each tensor.
 
 A checkpoint's tensor has its parameter's name, but for two exceptions: a leading "model." is dropped, and the
-projections that share an input are rows of one parameter (`FUSED`).
+projections that share an input are rows of one parameter (see `_places`).
 
 Only safetensors files are read, and no quantised ones.
 """
@@ -21,23 +21,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from model.config import TransformerConfig, read_json
+from model.config import read_json
 from model.errors import UserError
 from model.linear import Linear
 
-# Fused parameter: the checkpoint's tensors that are its rows, in this order.
-FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-# Derived values that old exporters stored among the weights; the model computes its own.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the unquantised kinds, as safetensors names them
-QUANTISED_SUFFIXES = ("scale", "scale_inv", "scales", "qweight", "qzeros", "g_idx", "weight_packed", "absmax")
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+DERIVED = ".rotary_emb.inv_freq"  # stored among the weights by old exporters; the model computes its own
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the unquantised kinds, as safetensors names them
+QUANTISED_SUFFIXES = ("scale", "scale_inv", "scales", "qweight", "qzeros", "g_idx", "weight_packed", "absmax")
 
 
 @dataclass(frozen=True)
@@ -61,11 +53,21 @@ class Stored:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor of the checkpoint goes: rows start … start + shape[0] of a parameter."""
+    """Where one tensor of the checkpoint goes: rows start … start + shape[0] of a module's parameter."""
 
-    parameter: str
+    owner: nn.Module
+    leaf: str  # "weight" or "bias"
     start: int
     shape: tuple[int, ...]
+
+    def fill(self, value: Tensor, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Cast value (`shape`) into the rows; the parameter gets its memory with its first piece."""
+        parameter = getattr(self.owner, self.leaf)
+        if parameter.is_meta:
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            parameter = nn.Parameter(memory, requires_grad=False)
+            setattr(self.owner, self.leaf, parameter)
+        parameter.narrow(0, self.start, self.shape[0]).copy_(value)
 
 
 def load_weights(
@@ -86,198 +88,116 @@ def load_weights(
     pack: bring each Linear into its inference-only form as soon as it is complete
     progress: called with (bytes read, bytes in all) after each tensor
     """
-    directory, device = Path(directory), torch.device(device)
-    stored = _stored_tensors(directory)
-    places = _places(module)
-    shared_head = LM_HEAD in places and _head_is_embedding(stored, tied, directory)
-    if shared_head:
-        stored.pop(LM_HEAD, None)
+    stored, places = _stored_tensors(Path(directory)), _places(module)
+    tied = LM_HEAD in places and (LM_HEAD not in stored if tied is None else tied)
+    if tied:
         del places[LM_HEAD]
+    stored_head = stored.pop(LM_HEAD, None) if tied else None
     _check(stored, places, directory)
+    if stored_head and not torch.equal(stored_head.read().float(), stored[EMBEDDING].read().float()):
+        raise UserError(f"{directory}: {LM_HEAD} differs from {EMBEDDING}: tie_word_embeddings must be false")
 
-    waiting = Counter(_owner(place.parameter) for place in places.values())  # pieces to come, by module
-    filled = set()  # parameters that have their memory
+    waiting = Counter(place.owner for place in places.values())  # tensors to come
     total, done = sum(tensor.bytes for tensor in stored.values()), 0
     for name, tensor in stored.items():
         place = places[name]
-        owner_name = _owner(place.parameter)
-        owner, leaf = module.get_submodule(owner_name), place.parameter.rpartition(".")[2]
-        if place.parameter not in filled:
-            filled.add(place.parameter)
-            memory = torch.empty(getattr(owner, leaf).shape, dtype=dtype, device=device)
-            setattr(owner, leaf, nn.Parameter(memory, requires_grad=False))
-        getattr(owner, leaf).narrow(0, place.start, place.shape[0]).copy_(tensor.read())
-        waiting[owner_name] -= 1
-        if place.parameter == EMBEDDING:
-            _finish_embedding(module, shared_head, pack)
-        if pack and not waiting[owner_name] and isinstance(owner, Linear):
-            owner.pack()
+        place.fill(tensor.read(), dtype, device)
+        if name == EMBEDDING:
+            _finish_embedding(module, tied, pack)
+        waiting[place.owner] -= 1
+        if pack and not waiting[place.owner] and isinstance(place.owner, Linear):
+            place.owner.pack()
         done += tensor.bytes
         if progress:
             progress(done, total)
 
 
-def _finish_embedding(module: nn.Module, shared_head: bool, pack: bool) -> None:
+def _finish_embedding(target: nn.Module, tied: bool, pack: bool) -> None:
     """Lend the filled table (V, H) to a tied LM head, then narrow the table where nothing shares it.
 
     A lookup needs no float32: published weights are bfloat16, and half the bytes hold them. A packed LM head
     has its own layout, so it stops sharing.
     """
-    embedding = module.embed_tokens
-    if shared_head:
-        module.lm_head.weight = embedding.weight
+    table = target.embed_tokens.weight
+    if tied:
+        target.lm_head.weight = table
         if pack:
-            module.lm_head.pack()
-    table = embedding.weight
-    if table.dtype == torch.float32 and table.device.type == "cpu" and module.lm_head.weight is not table:
+            target.lm_head.pack()
+    if table.dtype == torch.float32 and table.device.type == "cpu" and target.lm_head.weight is not table:
         narrow = table.bfloat16()
         if torch.equal(narrow.float(), table):
-            embedding.weight = nn.Parameter(narrow, requires_grad=False)
-
-
-def _owner(parameter: str) -> str:
-    """The name of the module that holds this parameter."""
-    return parameter.rpartition(".")[0]
+            target.embed_tokens.weight = nn.Parameter(narrow, requires_grad=False)
 
 
 def _places(module: nn.Module) -> dict[str, Place]:
     """For every tensor a checkpoint must hold, by name without "model.", its place in `module`."""
+    config = module.config
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    fused = {  # the rows of each projection that is part of a larger parameter, in order
+        "qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+        "gate_up_proj": {"gate_proj": config.intermediate, "up_proj": config.intermediate},
+    }
     places = {}
-    for parameter, value in module.named_parameters():
-        owner, leaf = _owner(parameter), parameter.rpartition(".")[2]
-        fused = next((name for name in FUSED if owner.endswith(name)), None)
-        if fused is None:
-            places[parameter] = Place(parameter, 0, tuple(value.shape))
-            continue
-        start = 0
-        for piece in FUSED[fused]:
-            shape = (_piece_rows(piece, module.config), *value.shape[1:])
-            places[f"{owner.removesuffix(fused)}{piece}.{leaf}"] = Place(parameter, start, shape)
-            start += shape[0]
+    for path, owner in module.named_modules():
+        parent, dot, own_name = path.rpartition(".")
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            start = 0
+            for piece, rows in fused.get(own_name, {own_name: len(parameter)}).items():
+                shape = (rows, *parameter.shape[1:])
+                places[f"{parent}{dot}{piece}.{leaf}"] = Place(owner, leaf, start, shape)
+                start += rows
     return places
 
 
-def _piece_rows(piece: str, config: TransformerConfig) -> int:
-    """Rows of one projection inside its fused parameter."""
-    if piece == "self_attn.q_proj":
-        return config.heads * config.head_dim
-    if piece in ("self_attn.k_proj", "self_attn.v_proj"):
-        return config.kv_heads * config.head_dim
-    return config.intermediate
-
-
-def _head_is_embedding(stored: dict[str, Stored], tied: bool | None, directory: Path) -> bool:
-    """Whether the LM head (V, H) is filled from the embedding; an LM head stored beside it must agree."""
-    if LM_HEAD not in stored:
-        if tied is False:
-            raise UserError(f"{directory} lacks {LM_HEAD}, and config.json says tie_word_embeddings false")
-        return True
-    if tied and EMBEDDING in stored and not _equal(stored[LM_HEAD], stored[EMBEDDING]):
-        raise UserError(
-            f"{directory}: {LM_HEAD} differs from {EMBEDDING}, but config.json says tie_word_embeddings true:"
-            " set it to false to use the stored LM head"
-        )
-    return bool(tied)
-
-
-def _equal(a: Stored, b: Stored) -> bool:
-    return a.shape == b.shape and torch.equal(a.read().float(), b.read().float())
-
-
-def _check(stored: dict[str, Stored], places: dict[str, Place], directory: Path) -> None:
+def _check(stored: dict[str, Stored], places: dict[str, Place], directory: str | Path) -> None:
     """Every tensor has a place, every place a tensor, and their shapes agree; or an error by name."""
-    for name, tensor in stored.items():
-        if tensor.kind not in ITEM_BYTES or (name not in places and name.endswith(QUANTISED_SUFFIXES)):
-            raise UserError(
-                f"{tensor.file}: {tensor.name} ({tensor.kind}) belongs to a quantised checkpoint, which is"
-                " not supported: use the unquantised one"
-            )
-    cause = (
-        "the weights and config.json do not belong together, or the model is of a kind that is not supported"
-    )
+    for tensor in stored.values():
+        if tensor.kind not in ITEM_BYTES or tensor.name.endswith(QUANTISED_SUFFIXES):
+            what = f"{tensor.name} ({tensor.kind}) belongs to a quantised checkpoint"
+            raise UserError(f"{tensor.file}: {what}, which is not supported: use the unquantised one")
+    cause = "the weights and config.json do not belong together, or this kind of model is not supported"
     if unknown := [tensor.name for name, tensor in stored.items() if name not in places]:
-        raise UserError(
-            f"{directory} holds tensors that this model has no place for: {_listed(unknown)}; {cause}"
-        )
+        raise UserError(f"{directory}: no place for {unknown[0]} ({len(unknown)} such tensors): {cause}")
     if missing := [name for name in places if name not in stored]:
-        raise UserError(f"{directory} lacks tensors of this model: {_listed(missing)}; {cause}")
+        raise UserError(f"{directory} lacks {missing[0]} ({len(missing)} such tensors): {cause}")
     for name, place in places.items():
-        if stored[name].shape != place.shape:
-            hint = (
-                "taps × hidden wide: check target_layer_ids" if name == "fc.weight" else "as config.json says"
-            )
-            raise UserError(
-                f"{stored[name].file}: {stored[name].name} has shape {stored[name].shape},"
-                f" expected {place.shape}, {hint}"
-            )
-
-
-def _listed(names: list[str]) -> str:
-    """The first few names and how many more there are."""
-    more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+        tensor, hint = stored[name], "taps × hidden wide" if name == "fc.weight" else "as config.json says"
+        if tensor.shape != place.shape:
+            what = f"{tensor.name} has shape {tensor.shape}, expected {place.shape}, {hint}"
+            raise UserError(f"{tensor.file}: {what}")
 
 
 def _stored_tensors(directory: Path) -> dict[str, Stored]:
     """The checkpoint's tensors by name without "model.", from the index if there is one, else one file."""
-    index = directory / INDEX
-    listed = _read_index(index) if index.is_file() else {}
-    if listed:
-        files = [directory / shard for shard in sorted(set(listed.values()))]
-    elif (directory / SINGLE).is_file():
-        files = [directory / SINGLE]
-    else:
-        raise UserError(f"{directory} holds neither {SINGLE} nor {INDEX}: only safetensors weights are read")
-
-    stored, found_in = {}, {}
-    for file in files:
-        if not file.is_file():
-            raise UserError(f"{file} is missing, though {INDEX} names it: download it")
-        for tensor in _read_header(file):
+    index, shard_of = directory / INDEX, {}  # the file name of each tensor, by its name there
+    if index.is_file():
+        shard_of = read_json(index).get("weight_map")
+        files = shard_of.values() if isinstance(shard_of, dict) else ()
+        if not files or any(Path(str(file)).name != file for file in files):
+            raise UserError(f"{index} has no weight_map to files beside it: download it again")
+    stored = {}
+    for shard in sorted(set(shard_of.values())) or [SINGLE]:
+        tensors = _read_header(directory / shard)
+        found = {tensor.name for tensor in tensors}
+        if lost := [name for name, file in shard_of.items() if file == shard and name not in found]:
+            raise UserError(f"{directory / shard} lacks {lost[0]}, which {INDEX} lists: download both again")
+        for tensor in tensors:
             name = tensor.name.removeprefix("model.")
-            if name.endswith(IGNORED_SUFFIXES):
-                continue
             if name in stored:
-                raise UserError(
-                    f"{directory} holds {name} twice: in {stored[name].file.name} and {file.name}"
-                )
-            stored[name] = tensor
-            found_in[tensor.name] = file.name
-    for name, shard in listed.items():
-        if not name.endswith(IGNORED_SUFFIXES) and found_in.get(name) != shard:
-            raise UserError(
-                f"{directory / shard} lacks {name}, though {INDEX} puts it there: download both again"
-            )
+                raise UserError(f"{directory} holds {name} twice: in {stored[name].file.name} and {shard}")
+            if not name.endswith(DERIVED):
+                stored[name] = tensor
     return stored
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """The file name of each tensor, as a sharded checkpoint's index lists them."""
-    index = read_json(path)
-    listed = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(listed, dict) or not listed:
-        raise UserError(f"{path} has no weight_map: download it again")
-    for shard in listed.values():
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise UserError(f"{path}: {shard!r} is not the name of a file beside it: download it again")
-    return listed
-
-
 def _read_header(path: Path) -> list[Stored]:
-    """All tensors of one file; a file that is cut or no safetensors file at all is named in one line."""
+    """The tensors of one file; a file that is absent, cut, or no safetensors file is an error."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: download it, for only safetensors weights are read")
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = []
-            for name in file.keys():
-                entry = file.get_slice(name)
-                tensors.append(Stored(path, name, tuple(entry.get_shape()), entry.get_dtype()))
-            return tensors
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return [Stored(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()]
     except (SafetensorError, OSError, ValueError) as error:
-        with open(path, "rb") as file:
-            start = file.read(40)
-        if start.startswith(b"version https://git-lfs"):
-            raise UserError(
-                f"{path} is a git-lfs pointer, not the weights: run `git lfs pull` there"
-            ) from error
-        cause = str(error).replace("\n", " ") if start else "it is empty"
-        raise UserError(f"{path} is damaged or incomplete ({cause}): download it again") from error
+        hint = "download it again, or run `git lfs pull` if it is a pointer"
+        raise UserError(f"{path} is empty, damaged or incomplete ({error}): {hint}") from error
