@@ -1,0 +1,304 @@
+"""Costs probed once and kept, mass curves shipped or learned, and widths chosen from them, on a tiny random target.
+
+Tests that ask what is decided replace the clock's figures by a table, so that no decision rests on this machine.
+"""
+
+import json
+
+import pytest
+import torch
+
+from minicast import probe
+from minicast.decode import BUCKETS, Decoder
+from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, MassCurve, interleaved, paper_probe
+from minicast.tree import best_first_tree, chain_tree
+from minicast.width import MAX_WIDTH, AutoWidth, FixedWidth, RoundWidth
+from model.errors import UsageError, UserError
+from test_decode import DEPTH, autoregressive, prompt_of, tiny_draft, tiny_target
+
+FLAT = {n: 20.0 for n in range(1, 129)}
+STEEP = {n: 10.0 * n for n in range(1, 129)}
+GOOD = [0.9 * 0.97**n for n in range(MAX_WIDTH)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("MINICAST_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(context=512)
+
+
+@pytest.fixture
+def draft(tmp_path):
+    """A head with a directory, as if loaded from there."""
+    draft = tiny_draft(context=512)
+    draft.directory = tmp_path
+    return draft
+
+
+def ship(draft, masses=GOOD, **changes):
+    """Lay a mass curve beside the head."""
+    values = {"masses": masses, "chain_masses": masses[:DEPTH], "rounds": 1500, "depth": DEPTH} | changes
+    (draft.directory / "curve.json").write_text(json.dumps(values))
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Replaces measuring: passes run once and take what `table.ms` says. `table.asked` lists them."""
+
+    class Table:
+        ms, asked, draft_ms = FLAT, [], 5.0
+
+        def interleaved(self, passes, clock, *how, **also):
+            for name, run in passes.items():
+                run()
+                self.asked.append(name)
+            return {name: self.ms[name] if name > 0 else self.draft_ms for name in passes}
+
+    table = Table()
+    table.asked = []
+    monkeypatch.setattr(probe, "interleaved", table.interleaved)
+    return table
+
+
+# Measuring
+
+def test_interleaved_takes_medians_in_turn():
+    """Warm-ups do not count, one slow moment does not either, and passes alternate."""
+    now, log = [0.0], []
+
+    def takes(name, seconds):
+        def run():
+            log.append(name)
+            now[0] += seconds[log.count(name) - 1]
+        return run
+
+    passes = {"a": takes("a", [9, 9, 1, 5, 3]), "b": takes("b", [9, 9, 2, 2, 70])}
+    times = interleaved(passes, lambda: now[0], warm_ups=2, repeats=3, seconds=1000)
+    assert times == {"a": 3000, "b": 2000}
+    assert log == ["a", "b"] * 5
+
+
+def test_slow_passes_are_repeated_less():
+    """A large model on a small machine is not probed for minutes."""
+    now, runs = [0.0], []
+
+    def run():
+        runs.append(0)
+        now[0] += 10.0
+
+    assert interleaved({"a": run}, lambda: now[0], warm_ups=1, repeats=30, seconds=5)["a"] == 10_000
+    assert len(runs) == 1 + probe.LEAST_REPEATS
+
+
+@pytest.mark.parametrize("body", ["sdpa", "static"])
+def test_probe_measures_and_leaves_nothing_behind(target, draft, body):
+    """Real clock: all figures are positive, ascending counts; the cached prefix is forgotten, never wrong."""
+    decoder = Decoder(target, draft, attention=body, max_length=256)
+    ship(draft)
+    costs = Deployment(decoder).costs_at(20, 20)
+    assert list(costs.packed) == sorted(costs.packed) and costs.packed[0] == 1
+    assert min(*costs.settle_ms, *costs.propose_ms) > 0
+    assert body == "sdpa" or set(costs.packed) <= set(BUCKETS)
+    assert decoder.state.prefix == 0 and not decoder.state.cached_ids
+    prompt = prompt_of(20)
+    out = decoder.generate(prompt, width=7, max_new_tokens=20)
+    assert out.token_ids == autoregressive(target, prompt, 20).token_ids
+
+
+def test_paper_probe(target, draft, table):
+    """Table 5's counts in one model of costs."""
+    cost = paper_probe(Decoder(target, draft))
+    assert cost.packed == (1, 16, 24, 32, 48, 64, 96, 128) and table.asked == list(cost.packed)
+
+
+def test_probe_goes_on_only_while_the_rule_adds(target, draft, table):
+    """Few counts where verification is costly, all where it is flat, up to a step where there is one."""
+    ship(draft)
+    widest = {}
+    for name, ms in {"steep": STEEP, "flat": FLAT, "step": FLAT | {n: 90.0 for n in range(33, 129)}}.items():
+        table.ms, table.asked = ms, []
+        costs = Deployment(Decoder(target, draft)).costs_at(20, 20)
+        assert table.asked == [1, 4, 8, 16, -PROPOSED[0], -PROPOSED[1], *costs.packed[4:]]
+        widest[name] = costs.packed[-1]
+        for file in (draft.directory / "cache" / "costs").iterdir():
+            file.unlink()
+    assert widest == {"steep": 16, "flat": 128, "step": 48}
+
+
+def test_nothing_is_probed_twice(target, draft, table):
+    """Neither by this decoder, nor by the next, nor by another process: costs are on disk."""
+    ship(draft)
+    first = Deployment(Decoder(target, draft))
+    costs = first.costs_at(20, 20)
+    table.asked.clear()
+    assert first.costs_at(30, 60) is costs
+    assert Deployment(Decoder(target, draft)).costs_at(20, 20) == costs
+    assert table.asked == []
+    assert first.costs_at(20, 20, reprobe=True) == costs and table.asked
+    table.asked.clear()
+    first.costs_at(300, 20)  # a longer prefix is another deployment
+    assert table.asked
+    table.asked.clear()
+    Deployment(Decoder(target, draft, attention="static")).costs_at(20, 20)  # so is another path
+    assert table.asked
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": 1}', '{"key": {}, "costs": {"packed": [0]}}'])
+def test_a_damaged_cache_is_probed_again(target, draft, table, damage):
+    """A kill while writing, or an older format, must not stop anyone."""
+    ship(draft)
+    costs = Deployment(Decoder(target, draft)).costs_at(20, 20)
+    file, = (draft.directory / "cache" / "costs").iterdir()
+    file.write_text(damage)
+    table.asked.clear()
+    assert Deployment(Decoder(target, draft)).costs_at(20, 20) == costs and table.asked
+    assert json.loads(file.read_text())["costs"]
+
+
+def test_an_unwritable_cache_stops_nobody(target, draft, table, monkeypatch):
+    ship(draft)
+    (draft.directory / "file").touch()
+    monkeypatch.setenv("MINICAST_CACHE", str(draft.directory / "file"))
+    assert Deployment(Decoder(target, draft)).costs_at(20, 20).packed
+
+
+def test_overhead_is_a_line_between_two_widths():
+    costs = Costs((1, 16), (10.0, 12.0), (4.0, 4.0 + 1.26))
+    assert costs.draft_ms == 4.0
+    assert [costs.overhead_ms(N) for N in (1, 64, 127)] == pytest.approx([0, 0.63, 1.26])
+    assert costs.times(static=False)[0] == 10.0
+    assert costs.times(static=False)[15] == pytest.approx(12 + 4 + 0.14)
+
+
+# Mass curves
+
+def test_curve_is_the_mean_of_rounds():
+    """By rank over rounds, missing candidates counting as zero; the chain's by depth."""
+    generator = torch.Generator().manual_seed(0)
+    curve, masses, chains = MassCurve.empty(3), [], []
+    for spread in (1.0, 5.0, 40.0):
+        log_q = torch.log_softmax(spread * torch.randn(3, 20, generator=generator), -1)
+        tree = best_first_tree(log_q, MAX_WIDTH, rank_cap=4)
+        curve.add(tree)
+        masses.append(torch.nn.functional.pad(tree.log_mass.exp(), (0, MAX_WIDTH - tree.width)))
+        chains.append(chain_tree(log_q, 3).log_mass.exp())
+    assert curve.rounds == 3
+    assert curve.masses == pytest.approx(torch.stack(masses).mean(0).tolist(), abs=1e-6)
+    assert curve.chain_masses == pytest.approx(torch.stack(chains).mean(0).tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("changes", [
+    {"masses": [1.5]}, {"masses": "high"}, {"rounds": None}, {"chain_masses": [0.5]}, {"masses": [float("nan")]},
+])
+def test_a_wrong_shipped_curve_is_named(target, draft, changes):
+    """One line with the file and a way out, not a width from nonsense."""
+    ship(draft, **changes)
+    with pytest.raises(UserError, match="curve.json.*delete it"):
+        Decoder(target, draft).generate(prompt_of(5))
+
+
+def test_a_curve_is_learned_kept_and_used(target, draft, table):
+    """Without one each round goes by its own masses; with enough rounds known there is one N*, here and elsewhere."""
+    decoder = Decoder(target, draft)
+    expected = autoregressive(target, prompt_of(5), 60).token_ids
+    out = decoder.generate(prompt_of(5), max_new_tokens=60)
+    assert out.token_ids == expected
+    assert 0 < decoder.deployment.curve.rounds < LEARNED
+    log_q = torch.full((DEPTH, 300), -9.0)
+    log_q[:, 0] = -0.01
+    while decoder.deployment.curve.rounds < LEARNED:
+        decoder.deployment.learn(best_first_tree(log_q, MAX_WIDTH))
+    learned = decoder.deployment.curve
+    for one in (decoder, Decoder(target, draft)):
+        policy = one._policy("cast", "auto", 5, 60)
+        assert isinstance(policy, AutoWidth) and policy.best >= DEPTH
+    again = Decoder(target, draft)
+    again.generate(prompt_of(5), max_new_tokens=2)
+    assert again.deployment.curve == learned
+    other = tiny_draft(seed=7, context=512)
+    stranger = Deployment(Decoder(target, other))
+    assert stranger.curve.rounds == 0  # another head of the same shapes
+
+
+# Policies
+
+SAMPLED = {"temperature": 1.0, "seed": 3}
+
+
+@pytest.mark.parametrize("body", ["sdpa", "static"])
+@pytest.mark.parametrize("width, ms, options", [
+    ("auto", FLAT, {}), ("auto", FLAT, SAMPLED), ("round", FLAT, SAMPLED), ("round", STEEP, {}),
+], ids=["auto", "auto-sampled", "round-sampled", "round-steep"])
+def test_adaptive_widths_give_the_autoregressive_tokens(target, draft, table, body, width, ms, options):
+    """Trimmed trees, pauses and drafts after pauses change no token, and the caches serve a next turn."""
+    ship(draft)
+    table.ms = ms
+    decoder = Decoder(target, draft, attention=body, max_length=128)
+    prompt = prompt_of(9)
+    for _ in range(2):
+        expected = autoregressive(target, prompt, 40, **options).token_ids
+        out = decoder.generate(prompt, width=width, max_new_tokens=40, **options)
+        assert out.token_ids == expected
+        prompt = prompt + out.token_ids + prompt_of(4, seed=1)
+    if ms is FLAT:
+        assert 0 in out.widths and max(out.widths) > 0  # it drafted, and it paused
+
+
+def test_costly_verification_is_ar(target, draft, table, monkeypatch):
+    """Where every row costs, auto never drafts, taps nothing, and explains itself with both lengths and a way out."""
+    ship(draft, [0.5 * 0.8**n for n in range(MAX_WIDTH)])
+    table.ms = STEEP
+    decoder = Decoder(target, draft)
+    policy = decoder._policy("cast", "auto", 9, 20)
+    assert policy == FixedWidth(0)
+    monkeypatch.setattr(draft, "forward", None)  # a draft would fail
+    out = decoder.generate(prompt_of(9), max_new_tokens=20)
+    assert set(out.widths) == {0} and out.token_ids == autoregressive(target, prompt_of(9), 20).token_ids
+    assert decoder.state.tapped == 0
+    text = "\n".join(decoder.deployment.lines(9, 20))
+    assert "width 0, which is AR" in text and "needed to be as fast as AR" in text and "--method cast --width" in text
+    assert "1500 rounds" in text and "10.0 (1)" in text
+
+
+def test_flat_cost_is_a_wide_tree(target, draft, table):
+    ship(draft)
+    policy = Decoder(target, draft)._policy("cast", "auto", 9, 20)
+    assert isinstance(policy, AutoWidth) and policy.width > 60
+
+
+def test_which_methods_get_which_policy(target, draft, table):
+    """A method of one's own gets one width, and is never silenced; ar and dflash are not probed for."""
+    def own(proposal):
+        return chain_tree(proposal.draft(), 3)
+
+    decoder = Decoder(target, draft)
+    for method in ("ar", "dflash"):
+        decoder.generate(prompt_of(5), method=method, max_new_tokens=3)
+    assert table.asked == []
+    assert isinstance(decoder._policy(own, "auto", 5, 9), FixedWidth) and decoder._policy(own, "auto", 5, 9).width > 0
+    assert isinstance(decoder._policy("cast", "round", 5, 9), RoundWidth)
+    ship(draft, [0.1] * MAX_WIDTH)
+    table.ms = STEEP
+    decoder = Decoder(target, draft, max_length=64)
+    assert decoder._policy("cast", "auto", 300, 9).width == 0
+    assert decoder._policy(own, "auto", 300, 9).width > 0
+    with pytest.raises(UsageError, match="unknown width 'wide'"):
+        decoder.generate(prompt_of(5), width="wide")
+    with pytest.raises(UsageError, match="draft head"):
+        Decoder(target).generate(prompt_of(5))
+
+
+def test_probe_time_is_no_answer_time(target, draft, monkeypatch):
+    """The probe comes before the clocks of the answer start."""
+    ship(draft)
+    decoder = Decoder(target, draft)
+    order = []
+    monkeypatch.setattr(probe, "measure", lambda *known: order.append("probe") or Costs((1, 128), (1.0, 1.0), (1.0, 1.0)))
+    perf_counter = probe.Decoder._clock
+    monkeypatch.setattr(Decoder, "_clock", lambda self: order.append("clock") or perf_counter(self))
+    decoder.generate(prompt_of(5), max_new_tokens=3)
+    assert order[0] == "probe" and "probe" not in order[1:]
