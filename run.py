@@ -42,6 +42,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     at_least_one = checked(int, lambda k: k >= 1, "at least 1 (leave it out to keep all tokens)")
     temperature = checked(float, lambda t: t >= 0 and math.isfinite(t), "a finite number of at least 0")
     fraction = checked(float, lambda p: 0 < p <= 1, "above 0 and at most 1")
+    width = checked(
+        lambda text: text if text in ("auto", "round") else int(text), lambda n: isinstance(n, str) or n >= 0,
+        "auto, round or a whole number of at least 0",
+    )
     seed = checked(int, lambda s: 0 <= s < 2**63, "a whole number from 0 to 2**63 - 1")
     rank_cap = checked(
         lambda text: None if text == "none" else int(text), lambda k: k is None or k >= 1,
@@ -66,8 +70,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--top-p", type=fraction, metavar="P")
     group.add_argument("--seed", type=seed, default=0)
     group.add_argument("--method", choices=METHODS, default="cast", help="default: %(default)s")
-    group.add_argument("--width", type=count, default=15, metavar="N",
-                       help="nodes of cast's tree; default: %(default)s")
+    group.add_argument("--width", type=width, default="auto", metavar="N",
+                       help="nodes of cast's tree; auto, the default: as many as pay on this machine; round: likewise, "
+                       "for each round anew")
+    group.add_argument("--reprobe", action="store_true", help="measure this machine again for auto and round")
     group.add_argument("--rank-cap", type=rank_cap, default=8, metavar="K",
                        help="tokens kept at each depth of the tree, or none; default: %(default)s")
     group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
@@ -75,6 +81,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("output")
     group.add_argument("--show-tree", action="store_true", help="each round's packed tree, then the text")
     group.add_argument("--compare", action="store_true", help="all methods on the prompt, side by side")
+    group.add_argument("--explain", action="store_true", help="costs, masses and the width that follows, on stderr")
     group.add_argument("--json", action="store_true", help="one JSON object instead of text")
     arguments = parser.parse_args(argv)
 
@@ -149,6 +156,19 @@ def compare_methods(decoder, tokenizer, prompt_ids: list[int], arguments, option
     return 1 if any(bench.is_failure(record.departure, decoder.target.dtype) for record in records) else 0
 
 
+def explain_width(decoder, prompt_ids: list[int], arguments) -> None:
+    """--explain and --reprobe."""
+    from minicast.probe import Deployment
+
+    decoder.deployment = Deployment(decoder)
+    sizes = len(prompt_ids), arguments.max_new_tokens
+    if arguments.reprobe:
+        decoder.deployment.costs_at(*sizes, reprobe=True)
+    if arguments.explain:
+        for line in decoder.deployment.lines(*sizes):
+            print(line, file=sys.stderr)
+
+
 def run(arguments: argparse.Namespace) -> int:
     from minicast.command import Choice, Placement, peak_memory
     from minicast.decode import Decoder
@@ -156,7 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     placement = Placement.choose(arguments.device, arguments.dtype)
     autoregressive = arguments.method == "ar" or (arguments.method == "cast" and arguments.width == 0)
-    drafts = arguments.compare or not autoregressive
+    drafts = arguments.compare or arguments.explain or arguments.reprobe or not autoregressive
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
     if drafts and choice.pair and choice.pair.thinking != arguments.enable_thinking:
         mode = "with" if choice.pair.thinking else "without"
@@ -171,6 +191,8 @@ def run(arguments: argparse.Namespace) -> int:
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "rank_cap", "verifier")
     } | {"stop_ids": tokenizer.stop_ids}
     screen = Screen()
+    if arguments.explain or arguments.reprobe:
+        explain_width(decoder, prompt_ids, arguments)
     if arguments.compare:
         return compare_methods(decoder, tokenizer, prompt_ids, arguments, options, screen)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from tqdm import tqdm
 
 from minicast.decode import BUCKETS, MAX_ROWS, Decoder, Request
 from minicast.sampling import SamplingParams
@@ -90,7 +91,7 @@ def interleaved(
     """
     times = {name: [] for name in passes}
     opened = clock()
-    for repeat in range(warm_ups + repeats):
+    for repeat in tqdm(range(warm_ups + repeats), "measuring costs", leave=False, disable=None):
         if repeat >= warm_ups + LEAST_REPEATS and clock() - opened > seconds:
             break
         for name, run in passes.items():

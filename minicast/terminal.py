@@ -52,7 +52,7 @@ class Answer:
     """
 
     method: str
-    width: int
+    width: int | str
     prompt_tokens: int
     output: Output = field(default_factory=Output)
     accepted: list[int] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Answer:
         if not output.round_lengths:
             return [prompt, f"{decode}; stopped: {self.stop_reason}"]
         decode += f", {ms_per_token(output):.1f} ms a token; prompt to last token {output.wall_seconds:.2f} s"
-        width = f" (N = {self.width})" if self.method == "cast" else ""
+        width = f" (N = {self._widths()})" if self.method == "cast" else ""
         counts = "  ".join(f"{R}: {rounds}" for R, rounds in sorted(Counter(output.round_lengths).items()))
         return [
             prompt,
@@ -102,6 +102,13 @@ class Answer:
             f"{mean(self.accepted):.2f} of them accepted drafts and the others the target's own",
             f"lengths  {counts}  (R: rounds of that R)",
         ]
+
+    def _widths(self) -> str:
+        """The width asked for; where it was left to the decoder, what it took, too."""
+        if isinstance(self.width, int):
+            return str(self.width)
+        counts = sorted(Counter(self.output.widths).items(), reverse=True)
+        return f"{self.width}: " + ", ".join(f"{N} in {rounds} rounds" for N, rounds in counts)
 
 
 def mean(values: list[int]) -> float | None:

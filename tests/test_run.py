@@ -15,7 +15,7 @@ import torch
 
 import run
 from graphs.masks import BODIES
-from minicast import command
+from minicast import command, probe
 from minicast.decode import Decoder, Output, Round
 from minicast.methods import METHODS
 from minicast.terminal import DIM, GREEN, PLAIN, RESET, Answer, Screen, tree_lines
@@ -140,6 +140,7 @@ def test_choices_are_what_the_decoder_offers():
 DECODING = [  # flags, the option that must reach the decoder, its value there
     (("--method", "dflash"), "method", "dflash"),
     (("--width", "3"), "width", 3),
+    (("--width", "round"), "width", "round"),
     (("--max-new-tokens", "7"), "max_new_tokens", 7),
     (("--temperature", "0.5"), "temperature", 0.5),
     (("--top-k", "9"), "top_k", 9),
@@ -162,7 +163,7 @@ def test_flag_reaches_the_decoder(cli, spy, flags, option, value):
 
 def test_defaults_reach_the_decoder(cli, spy):
     cli()
-    expected = dict(method="cast", width=15, max_new_tokens=256, temperature=0.0, top_k=None, top_p=None)
+    expected = dict(method="cast", width="auto", max_new_tokens=256, temperature=0.0, top_k=None, top_p=None)
     assert {name: spy[name] for name in expected} == expected
     assert (spy["seed"], spy["rank_cap"], spy["verifier"], tuple(spy["stop_ids"])) == (0, 8, "direct", ())
 
@@ -171,6 +172,20 @@ def test_attention_flag_reaches_the_decoder(cli, spy):
     for name, body in BODIES.items():
         cli("--attention", name)
         assert isinstance(spy["decoder"].state.body, body)
+
+
+def test_explain_and_reprobe(cli, monkeypatch):
+    """The rule's figures go to stderr, text stays alone on stdout; costs are measured again when asked, only then."""
+    probed = []
+    measure = probe.measure
+    monkeypatch.setattr(probe, "measure", lambda *known: probed.append(0) or measure(*known))
+    few = ("--raw", "--max-new-tokens", "4")
+    status, text, err = cli(*few, "--reprobe")
+    assert status == 0 and len(probed) == 1 and "costs on" not in err
+    for flags in ((), ("--width", "round"), ("--method", "ar")):
+        status, out, err = cli(*few, *flags, "--explain")
+        assert status == 0 and out == text and "costs on" in err and "rounds" in err
+    assert len(probed) == 1
 
 
 def test_prompt_flags_reach_the_template(cli, spy, models, monkeypatch):
@@ -231,6 +246,7 @@ def test_every_flag_has_a_spy():
     """A flag that is added without a test above, or below for the output's, fails here."""
     watched = {option for _, option, _ in DECODING} | {"attention", "prompt", "system", "enable_thinking"}
     watched |= {"raw", "model", "draft_model", "device", "dtype", "show_tree", "compare", "json", "help"}
+    watched |= {"explain", "reprobe"}
     assert {action.dest for action in parser_actions()} == watched
 
 
