@@ -162,7 +162,7 @@ def test_a_method_of_ones_own_runs_as_it_is(models):
     prompt = prompt_of(6)
     expected = autoregressive(target, prompt, 40).token_ids
     decoder = replaying(target, draft)
-    out = decoder.generate(prompt, method=oracle(expected, len(prompt), decoys=1), max_new_tokens=40)
+    out = decoder.generate(prompt, method=oracle(expected, len(prompt), decoys=1), width=15, max_new_tokens=40)
     assert out.token_ids == expected
     assert set(out.round_lengths[:-1]) == {draft.block_size}
     assert {key[0] for key in decoder.graphs.captured} == {"settle"}

@@ -1,0 +1,465 @@
+"""Everything to ask of a GPU in one short visit: `python -m minicast.bench --gpu-check --out DIR`.
+
+Stages run in order, each in a process of its own under its own time limit, so that one that hangs or leaves the
+device broken costs nobody else's result. What a stage finds is written at once, to DIR/gpu-check.json and, as
+a table, DIR/gpu-check.md. Models have published shapes and random weights: latencies are real, texts are not.
+`--shape tiny` runs the same stages on a tiny model, on any device: a rehearsal, whose figures mean nothing.
+
+Beside each time stands its floor: the bytes that the pass has to read, over the copy bandwidth of this device.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphs.masks import KERNELS, BitMask, flex
+from minicast.decode import Decoder
+from minicast.probe import Passes
+from minicast.sampling import gumbel_noise, keyed_uniform
+from model.dflash import DraftHead
+from model.errors import UserError
+from model.linear import Linear
+from model.random_weights import random_pair
+from model.transformer import Target, dot_product_attention
+
+PROMPT = tuple(range(7, 29))
+
+
+@dataclass
+class Check:
+    """What a stage needs to know.
+
+    Attributes:
+        name: of the large models' shape
+        device, dtype: where and how the large models run
+        report: called with a name and a figure; writes it down at once
+    """
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    report: Callable[[str, object], None]
+    known: dict = field(default_factory=dict)
+
+    @property
+    def tiny(self) -> bool:
+        return self.name == "tiny"
+
+    def size(self, full: int, tiny: int) -> int:
+        return tiny if self.tiny else full
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def milliseconds(self, run: Callable[[], object]) -> float:
+        """Of one `run()`, once warm: the median of a few groups, each of some passes in a row."""
+        groups, passes = self.size(5, 1), self.size(10, 1)
+        run()
+        times = []
+        for _ in range(groups):
+            self.synchronize()
+            started = time.perf_counter()
+            for _ in range(passes):
+                run()
+            self.synchronize()
+            times.append((time.perf_counter() - started) / passes * 1e3)
+        return statistics.median(times)
+
+    def bytes_per_second(self) -> float:
+        """Read plus written by the copy of a large buffer: what "bandwidth" means here."""
+        if "bandwidth" not in self.known:
+            buffer = torch.zeros(self.size(2**31, 2**22), dtype=torch.uint8, device=self.device)
+            other = torch.empty_like(buffer)
+            ms = self.milliseconds(partial(other.copy_, buffer))
+            self.known["bandwidth"] = 2 * buffer.numel() / ms * 1e3
+        return self.known["bandwidth"]
+
+    def timed(self, what: str, ms: float, read: int) -> None:
+        """Report a time beside its floor. read: bytes that the pass cannot do without"""
+        floor = read / self.bytes_per_second() * 1e3
+        self.report(what, {"ms": ms, "floor_ms": floor, "over_floor": ms / floor})
+
+    def decoder(self, pair: tuple[Target, DraftHead], **options) -> Decoder:
+        """Rounds replayed from graphs; where there are none, the same static functions uncaptured."""
+        if self.device.type == "cuda":
+            return Decoder(*pair, compile=True, **options)
+        return Decoder(*pair, attention="flex", **options)
+
+
+# Bytes a pass cannot do without
+
+def weight_bytes(*modules: torch.nn.Module) -> int:
+    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, Linear)]
+    return sum(layer.weight_bytes() for layer in layers)
+
+
+def cache_bytes(model: Target | DraftHead, positions: int) -> int:
+    config, item = model.config, model.norm.weight.element_size()
+    return 2 * config.layers * config.kv_heads * config.head_dim * positions * item
+
+
+def settle_bytes(target: Target, prefix: int) -> int:
+    return weight_bytes(target) + cache_bytes(target, prefix)
+
+
+def propose_bytes(target: Target, draft: DraftHead, prefix: int) -> int:
+    return weight_bytes(draft, target.lm_head) + cache_bytes(draft, prefix)
+
+
+# Stages
+
+def basics(check: Check) -> None:
+    """Versions, what the device can do, and whether the calls that everything rests on work here."""
+    report, device = check.report, check.device
+    report("torch", torch.__version__)
+    if device.type == "cuda":
+        report("device", torch.cuda.get_device_name(device))
+        report("capability", ".".join(map(str, torch.cuda.get_device_capability(device))))
+        report("memory GB", torch.cuda.get_device_properties(device).total_memory / 1e9)
+    report("copy GB/s", check.bytes_per_second() / 1e9)
+    size = check.size(8192, 128)
+    a, b = (torch.zeros(size, size, dtype=check.dtype, device=device) for _ in range(2))
+    report(f"{check.dtype} product TFLOP/s", 2 * size**3 / check.milliseconds(partial(torch.mm, a, b)) / 1e9)
+    for n in check.size(1, 16), 64:
+        out, expected = attention_of(check, n, prefix=100)
+        report(f"flex attention of {n} rows, largest error", float((out - expected).abs().max()))
+    if device.type == "cuda":
+        x, graph = torch.zeros(4, device=device), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x += 1
+        graph.replay()
+        report("a graph replays", bool((x == 1).all()))
+
+
+def attention_of(check: Check, n: int, prefix: int, options: dict | None = None) -> tuple[Tensor, Tensor]:
+    """FlexAttention of n rows, a chain, after a prefix; and what it should be. Both (1, 8, n, D) float32."""
+    slots, D = check.size(4224, 256), check.size(128, 16)
+    generator = torch.Generator(check.device).manual_seed(0)
+    draw = partial(torch.randn, generator=generator, device=check.device)
+    q, keys, values = draw(1, 8, n, D), draw(1, 2, slots, D), draw(1, 2, slots, D)
+    visible = torch.ones(n, n, dtype=torch.bool, device=check.device).tril()
+    mask = BitMask(n, slots, visible, check.device, options)
+    mask.fill(torch.tensor([prefix], device=check.device), visible)
+    attend = torch.compile(flex, fullgraph=True, dynamic=False) if check.device.type == "cuda" else flex
+    with torch.no_grad():
+        out = attend(q, keys, values, mask)
+        return out, dot_product_attention(q, keys, values, mask.dense().reshape(n, slots))
+
+
+def tokens(check: Check) -> None:
+    """In float32 every replayed method gives eager AR's tokens: after changes of prefix, tree, seed and length."""
+    pair = random_pair("tiny" if check.tiny else "small", torch.float32, check.device)
+    eager, fast = Decoder(pair[0], compile=False), check.decoder(pair, max_length=256)
+    count = check.size(40, 5)
+    for sampling in ({}, {"temperature": 0.9, "top_k": 40, "top_p": 0.95}):
+        kind = "sampled" if sampling else "greedy"
+        for method, width in (("cast", 127), ("cast", 63), ("cast", 15), ("dflash", 0), ("ar", 0)):
+            equal = True
+            for seed, prompt in enumerate((PROMPT, PROMPT[:5] * 9)):
+                options = sampling | {"seed": seed, "max_new_tokens": count}
+                expected = eager.generate(prompt, method="ar", **options).token_ids
+                equal &= fast.generate(prompt, method=method, width=width, **options).token_ids == expected
+            check.report(f"{kind} {method} {width} equals eager ar", equal)
+    positions = torch.arange(3, 9)
+    ids = torch.arange(2**15, dtype=torch.int32)
+    here, there = (keyed_uniform(7, positions.to(d), ids.to(d), 0).cpu() for d in ("cpu", check.device))
+    check.report("keyed uniforms equal the CPU's", torch.equal(here, there))
+    noise = [gumbel_noise(7, positions.to(d), 2**15).cpu() for d in ("cpu", check.device)]
+    check.report("keyed noise differs from the CPU's by", float((noise[0] - noise[1]).abs().max()))
+    check.report("one host sync a round", waits_once(fast, check))
+
+
+def waits_once(decoder: Decoder, check: Check) -> bool | str:
+    """Replay some rounds where any implicit wait raises. The one explicit wait of a round is not implicit."""
+    if check.device.type != "cuda":
+        return "needs CUDA"
+    rounds = decoder.stream(PROMPT, method="cast", width=15, max_new_tokens=60)
+    next(rounds), next(rounds)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            next(rounds)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+def latencies(check: Check) -> None:
+    """The passes of a round after 1,024 positions, replayed, and an eager step beside them."""
+    prefix = check.size(1024, 64)
+    pair = random_pair(check.name, check.dtype, check.device)
+    target, draft = pair
+    decoder = check.decoder(pair, max_length=check.size(2048, 256))
+    passes = Passes(decoder, prefix, check.size(1536, 128))
+    for n in (128, 64, 16, 1):
+        ms = check.milliseconds(partial(passes.settle, n))
+        check.timed(f"verify {n} rows", ms, settle_bytes(target, prefix))
+        check.known[n] = ms
+    for n in (16, 64, 128):
+        check.report(f"verify {n} rows over 1 row", check.known[n] / check.known[1])
+    draft_bytes = propose_bytes(target, draft, prefix)
+    check.timed("draft and a tree of 63", check.milliseconds(partial(passes.propose, 63)), draft_bytes)
+
+    def cast_round():
+        passes.propose(63)
+        passes.settle(64)
+
+    check.timed("round of cast, N = 63", check.milliseconds(cast_round), draft_bytes + settle_bytes(target, prefix))
+    passes.close()
+    for kind, each in (("replayed", decoder), ("eager", Decoder(*pair, compile=False))):
+        out = each.generate(PROMPT * (prefix // len(PROMPT)), method="ar", max_new_tokens=check.size(48, 4))
+        ms = out.decode_seconds / len(out.round_lengths) * 1e3
+        check.timed(f"ar a token, {kind}", ms, settle_bytes(target, prefix))
+        check.known[kind] = ms
+    check.report("eager over replayed", check.known["eager"] / check.known["replayed"])
+
+
+def profile(check: Check) -> None:
+    """Where a round's time goes: kernels of `propose` and `settle`, and the time between them."""
+    prefix = check.size(1024, 64)
+    decoder = check.decoder(random_pair(check.name, check.dtype, check.device), max_length=check.size(2048, 256))
+    passes = Passes(decoder, prefix, check.size(1536, 128))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if check.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    for what, run in (("propose 63", partial(passes.propose, 63)), ("settle 64", partial(passes.settle, 64))):
+        wall = check.milliseconds(run)
+        with torch.profiler.profile(activities=activities) as profiled:
+            run()
+            check.synchronize()
+        kernels: dict[str, list[float]] = {}
+        for event in profiled.events():
+            if event.device_type.name.lower() == check.device.type:
+                on_device = check.device.type == "cuda"
+                us = event.device_time_total if on_device else event.self_cpu_time_total
+                kernels.setdefault(event.name, []).append(us / 1e3)
+        busy = sum(map(sum, kernels.values()))
+        check.report(f"{what}: wall ms", wall)
+        check.report(f"{what}: kernels", sum(map(len, kernels.values())))
+        check.report(f"{what}: ms in kernels", busy)
+        check.report(f"{what}: ms between them", wall - busy)
+        for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:15]:
+            check.report(f"{what}: {name[:70]}", f"{sum(times):.3f} ms in {len(times)}")
+
+
+def more_latencies(check: Check) -> None:
+    """Other row counts, a long prefix, other widths; then the other shapes."""
+    pair = random_pair(check.name, check.dtype, check.device)
+    target, draft = pair
+    short, long = check.size(1024, 64), check.size(8192, 256)
+    decoder = check.decoder(pair, max_length=check.size(8192, 512))
+    passes = Passes(decoder, short, long + 64)
+    for n in (96, 65, 48, 32, 24):
+        check.timed(f"verify {n} rows", check.milliseconds(partial(passes.settle, n)), settle_bytes(target, short))
+    for width in (127, 31, 15):
+        ms = check.milliseconds(partial(passes.propose, width))
+        check.timed(f"draft and a tree of {width}", ms, propose_bytes(target, draft, short))
+    passes.prefix = long
+    for n in (64, 1):
+        ms = check.milliseconds(partial(passes.settle, n))
+        check.timed(f"verify {n} rows after {long}", ms, settle_bytes(target, long))
+    ms = check.milliseconds(partial(passes.propose, 63))
+    check.timed(f"draft and a tree of 63 after {long}", ms, propose_bytes(target, draft, long))
+    del pair, target, draft, decoder, passes
+    for name in () if check.tiny else ("llama-3.1-8b", "qwen3-4b"):
+        if check.device.type == "cuda":
+            torch.cuda.empty_cache()
+        pair = random_pair(name, check.dtype, check.device)
+        passes = Passes(check.decoder(pair, max_length=2048), short, 1536)
+        for n in (64, 1):
+            ms = check.milliseconds(partial(passes.settle, n))
+            check.timed(f"{name}: verify {n} rows", ms, settle_bytes(pair[0], short))
+        ms = check.milliseconds(partial(passes.propose, 63))
+        check.timed(f"{name}: draft and a tree of 63", ms, propose_bytes(*pair, short))
+        del pair, passes
+
+
+def kernels(check: Check) -> None:
+    """Layouts of the attention kernel, one layer of the large shape: those of `KERNELS` and their neighbours."""
+    heads, kv_heads, D = check.size(32, 4), check.size(8, 2), check.size(128, 16)
+    prefix, slots = check.size(1024, 64), check.size(4224, 256)
+    dtype, device = check.dtype, check.device
+    keys, values = torch.randn(2, 1, kv_heads, slots, D, dtype=dtype, device=device)
+    for n in (64, 16, 128) if not check.tiny else (16,):
+        q = torch.randn(1, heads, n, D, dtype=dtype, device=device)
+        visible = torch.ones(n, n, dtype=torch.bool, device=device).tril()
+        usual = BitMask(n, slots, visible, device).options
+        changes = [{}] + [{"SPLIT_KV": split} for split in (4, 8, 16, 32)] + [{"num_warps": 8}, {"BLOCK_M": 128}]
+        changes += [{"BLOCK_M": 32}, {"BLOCK_N": 128}, {"num_stages": 2}]
+        for change in changes if not check.tiny else changes[:1]:
+            options = usual | change
+            mask = BitMask(n, slots, visible, device, options)
+            mask.fill(torch.tensor([prefix], device=device), visible)
+            name = f"{n} rows, " + ", ".join(f"{key} {value}" for key, value in options.items())
+            try:
+                ms = attention_milliseconds(check, q, keys, values, mask)
+                check.report(name + (" (used)" if not change else ""), ms)
+            except Exception as error:  # a layout that does not compile is a finding, and the next may
+                check.report(name, f"{type(error).__name__}: {str(error).splitlines()[0][:80]}")
+
+
+def attention_milliseconds(check: Check, q: Tensor, keys: Tensor, values: Tensor, mask: BitMask) -> float:
+    """Of one attention, without the time to launch it: replayed many times from one graph."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        if check.device.type != "cuda":
+            return check.milliseconds(partial(flex, q, keys, values, mask))
+        attend = torch.compile(flex, fullgraph=True, dynamic=False)
+        attend(q, keys, values, mask)
+        graph, many = torch.cuda.CUDAGraph(), 20
+        with torch.cuda.graph(graph):
+            for _ in range(many):
+                attend(q, keys, values, mask)
+        return check.milliseconds(graph.replay) / many
+
+
+def default_model(check: Check) -> None:
+    """A real pair, where it is on this machine already: real texts, real acceptance."""
+    from model import hub, load_draft, load_target, load_tokenizer
+
+    pair, _ = hub.default_pair(check.device.type == "cuda")
+    if check.tiny or not hub.is_local(pair):
+        check.report("default model", f"{pair.name}: skipped")
+        return
+    tokenizer = load_tokenizer(pair.name)
+    ids = tokenizer.encode_chat("How many positive divisors does 360 have? Explain step by step.")
+    both = load_target(pair.name, device=check.device), load_draft(pair.name, device=check.device)
+    decoder = check.decoder(both)
+    for method, width in (("cast", 63), ("cast", 15), ("dflash", 0), ("ar", 0)):
+        options = dict(method=method, width=width, max_new_tokens=200, stop_ids=tokenizer.stop_ids)
+        decoder.generate(ids, **options)
+        out = decoder.generate(ids, **options)
+        rate = sum(out.round_lengths) / out.decode_seconds
+        check.report(f"{pair.name} {method} {width} tok/s", rate)
+        check.report(f"{pair.name} {method} {width} mean R", statistics.fmean(out.round_lengths))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage and the seconds it may take, its process's start included."""
+
+    run: Callable[[Check], None]
+    seconds: int
+
+
+STAGES = {
+    "a": Stage(basics, 60),
+    "b": Stage(tokens, 100),
+    "c": Stage(latencies, 120),
+    "d": Stage(profile, 40),
+    "e": Stage(more_latencies, 130),
+    "f": Stage(kernels, 60),
+    "g": Stage(default_model, 30),
+}
+
+
+# Running them and keeping what they find
+
+class Findings:
+    """What has been found, by stage and name; on disk after every figure."""
+
+    def __init__(self, directory: Path):
+        self.json, self.table = directory / "gpu-check.json", directory / "gpu-check.md"
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def read(self) -> dict:
+        return json.loads(self.json.read_text()) if self.json.exists() else {}
+
+    def add(self, stage: str, name: str, value: object) -> None:
+        found = self.read()
+        found.setdefault(stage, {})[name] = value
+        for path, text in ((self.json, json.dumps(found, indent=1) + "\n"), (self.table, as_table(found))):
+            partial_file = path.with_name(path.name + ".part")
+            partial_file.write_text(text)
+            os.replace(partial_file, path)
+
+    def clear(self) -> None:
+        for path in (self.json, self.table):
+            path.unlink(missing_ok=True)
+
+
+def as_table(found: dict) -> str:
+    """All findings for people, a table a stage."""
+    lines = []
+    for stage, findings in found.items():
+        title = STAGES[stage].run.__doc__.splitlines()[0] if stage in STAGES else stage
+        lines += [f"## {stage}. {title}", "", "| | | floor | over floor |", "|---|---|---|---|"]
+        for name, value in findings.items():
+            if isinstance(value, dict):
+                cells = [f"{value['ms']:.3f} ms", f"{value['floor_ms']:.3f} ms", f"{value['over_floor']:.2f}"]
+            else:
+                cells = [f"{value:.4g}" if isinstance(value, float) else str(value), "", ""]
+            lines.append(f"| {' | '.join([name, *cells])} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def run_stage(stage: str, shape: str, findings: Findings) -> None:
+    """Run one stage in this process. Its error is a finding."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def report(name: str, value: object) -> None:
+        findings.add(stage, name, value)
+        print(f"{stage}  {name}: {json.dumps(value)}", flush=True)
+
+    started = time.perf_counter()
+    try:
+        with torch.no_grad():
+            STAGES[stage].run(Check(shape, device, dtype, report))
+    except Exception as error:
+        report("failed", f"{type(error).__name__}: {str(error)[:500]}")
+        raise
+    finally:
+        report("seconds", time.perf_counter() - started)
+
+
+def launch(stage: str, shape: str, findings: Findings) -> None:
+    """Run one stage in a process of its own, ended when its time is up."""
+    command = [sys.executable, "-m", "minicast.gpu_check", "--stage", stage, "--shape", shape]
+    try:
+        subprocess.run([*command, "--out", findings.json.parent], timeout=STAGES[stage].seconds)
+    except subprocess.TimeoutExpired:
+        findings.add(stage, "stopped", f"after {STAGES[stage].seconds} s")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """For `bench --gpu-check`. arguments: out, a directory or None; shape, the name of a random pair"""
+    findings = Findings(arguments.out or Path("gpu-check"))
+    findings.clear()
+    if arguments.shape != "tiny" and not torch.cuda.is_available():
+        raise UserError("--gpu-check needs a CUDA device; rehearse it elsewhere with --shape tiny")
+    for stage in STAGES:
+        launch(stage, arguments.shape, findings)
+    print(findings.table.read_text(), end="")
+    failed = [stage for stage, found in findings.read().items() if {"failed", "stopped"} & found.keys()]
+    return 1 if failed else 0
+
+
+def _main(argv: Sequence[str] | None = None) -> int:
+    """One stage in its own process, or with none named all of them."""
+    parser = argparse.ArgumentParser(prog="python -m minicast.gpu_check", description=__doc__.splitlines()[0])
+    parser.add_argument("--stage", choices=STAGES)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args(argv)
+    if arguments.stage is None:
+        return main(arguments)
+    run_stage(arguments.stage, arguments.shape, Findings(arguments.out or Path("gpu-check")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,91 @@
+"""Targets and DFlash heads of published shapes with random weights, made where they will run.
+
+Latency depends on shapes alone, so it can be measured where a checkpoint cannot be had. Text and acceptance
+cannot: whoever reports a figure of such a model says so.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from model.config import DraftConfig, Rope, TargetConfig
+from model.dflash import DraftHead
+from model.errors import UsageError
+from model.linear import Linear
+from model.transformer import RMSNorm, Target
+
+SPREAD = 0.02  # standard deviation of a weight, the usual one at initialisation
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A target and its head."""
+
+    target: TargetConfig
+    draft: DraftConfig
+
+
+def _shape(target: dict, draft: dict, shared: dict) -> Shape:
+    head = dict(head_dim=shared["head_dim"], eps=1e-6, rope=Rope(1e6), qk_norm=True) | shared | draft
+    return Shape(TargetConfig(**shared | target), DraftConfig(**head, target_layers=target["layers"]))
+
+
+SHAPES = {
+    "qwen3-8b": _shape(
+        dict(intermediate=12288, layers=36, eps=1e-6, rope=Rope(1e6), qk_norm=True, family="qwen3", tied=False),
+        dict(intermediate=12288, layers=5, block_size=16, taps=(1, 9, 17, 25, 33), mask_token_id=151669),
+        dict(vocab_size=151936, hidden=4096, heads=32, kv_heads=8, head_dim=128, context=40960),
+    ),
+    "qwen3-4b": _shape(
+        dict(intermediate=9728, layers=36, eps=1e-6, rope=Rope(1e6), qk_norm=True, family="qwen3", tied=True),
+        dict(intermediate=9728, layers=5, block_size=16, taps=(1, 9, 17, 25, 33), mask_token_id=151669),
+        dict(vocab_size=151936, hidden=2560, heads=32, kv_heads=8, head_dim=128, context=40960),
+    ),
+    "llama-3.1-8b": _shape(
+        dict(intermediate=14336, layers=32, eps=1e-5, rope=Rope(5e5, "llama3", 8.0, original_context=8192),
+             family="llama", tied=False),
+        dict(intermediate=12288, layers=5, block_size=10, taps=(1, 8, 15, 22, 29), mask_token_id=128002),
+        dict(vocab_size=128256, hidden=4096, heads=32, kv_heads=8, head_dim=128, context=131072),
+    ),
+    # For checks of tokens: four layers, four heads a group. The second is for tests.
+    "small": _shape(
+        dict(intermediate=1024, layers=4, eps=1e-6, rope=Rope(1e6), qk_norm=True, family="qwen3", tied=False),
+        dict(intermediate=1024, layers=2, block_size=16, taps=(0, 2), mask_token_id=4095),
+        dict(vocab_size=4096, hidden=512, heads=8, kv_heads=2, head_dim=128, context=4096),
+    ),
+    "tiny": _shape(
+        dict(intermediate=128, layers=4, eps=1e-6, rope=Rope(1e4), qk_norm=True, family="qwen3", tied=False),
+        dict(intermediate=128, layers=2, block_size=8, taps=(0, 2), mask_token_id=511),
+        dict(vocab_size=512, hidden=64, heads=8, kv_heads=2, head_dim=16, context=1024),
+    ),
+}
+
+
+def random_pair(name: str, dtype: torch.dtype, device, seed: int = 0) -> tuple[Target, DraftHead]:
+    """A target of the shape `name` and its head, with weights drawn on `device`."""
+    if name not in SHAPES:
+        raise UsageError(f"unknown shape {name!r}: choose from {', '.join(SHAPES)}")
+    shape = SHAPES[name]
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.device("meta"):
+        models = Target(shape.target), DraftHead(shape.draft)
+    target, draft = (randomise(model, dtype, device, generator) for model in models)
+    if shape.target.tied:
+        target.lm_head.weight = nn.Parameter(target.embed_tokens.weight, requires_grad=False)
+    for module in (*target.modules(), *draft.modules()):
+        if isinstance(module, Linear):
+            module.pack()
+    return target.eval(), draft.eval()
+
+
+def randomise(model: nn.Module, dtype: torch.dtype, device, generator: torch.Generator) -> nn.Module:
+    """Give a model from the meta device memory and weights: norms 1, all else normal."""
+    model.to(dtype).to_empty(device=device)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, RMSNorm):
+                parameter.data.fill_(1.0)
+            else:
+                parameter.data.normal_(std=SPREAD, generator=generator)
+    return model

@@ -1,0 +1,96 @@
+"""The one command for a GPU visit, rehearsed on a CPU: a slip in it would cost the visit."""
+
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+
+from minicast import gpu_check
+from minicast.gpu_check import STAGES, Findings, Stage, launch, main, run_stage
+from model.errors import UserError
+from model.random_weights import SHAPES, random_pair
+from model.transformer import Target
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Stages in this process: starting one takes seconds."""
+
+    def run(stage, shape, findings):
+        try:
+            run_stage(stage, shape, findings)
+        except Exception:
+            pass
+
+    monkeypatch.setattr(gpu_check, "launch", run)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_stage_runs_on_a_tiny_shape(tmp_path, in_process, capsys):
+    """End to end, less the processes: no stage fails, tokens agree, and each time stands beside its floor."""
+    assert main(Namespace(out=tmp_path, shape="tiny")) == 0
+    found = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert list(found) == list(STAGES)
+    assert all(value is True for name, value in found["b"].items() if "equal" in name)
+    assert sum("equal" in name for name in found["b"]) == 11
+    for name in ("verify 1 rows", "verify 128 rows", "round of cast, N = 63", "ar a token, eager"):
+        figure = found["c"][name]
+        assert figure["ms"] > 0 and figure["floor_ms"] > 0
+        assert figure["over_floor"] == pytest.approx(figure["ms"] / figure["floor_ms"])
+    table = (tmp_path / "gpu-check.md").read_text()
+    assert table.strip() in capsys.readouterr().out
+    assert "| verify 64 rows |" in table
+
+
+def test_a_stage_that_fails_does_so_alone(tmp_path, in_process, monkeypatch):
+    """What was found before, and what comes after, must not be lost with it."""
+
+    def breaks(check):
+        check.report("figure", 1.5)
+        raise RuntimeError("an illegal memory access")
+
+    stages = {"a": Stage(breaks, 9), "b": Stage(lambda check: check.report("fine", True), 9)}
+    monkeypatch.setattr(gpu_check, "STAGES", stages)
+    breaks.__doc__ = stages["b"].run.__doc__ = "A stage."
+    stages["b"].run.__doc__ = "Another."
+    assert main(Namespace(out=tmp_path, shape="tiny")) == 1
+    found = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert found["a"]["figure"] == 1.5
+    assert found["a"]["failed"] == "RuntimeError: an illegal memory access"
+    assert found["b"]["fine"] is True
+
+
+def test_a_stage_that_hangs_is_stopped(tmp_path, monkeypatch):
+    """A wrong kernel can wait for ever; the visit is short."""
+    monkeypatch.setitem(STAGES, "g", Stage(STAGES["g"].run, 0.05))
+    launch("g", "tiny", Findings(tmp_path))
+    assert json.loads((tmp_path / "gpu-check.json").read_text())["g"] == {"stopped": "after 0.05 s"}
+
+
+def test_without_a_gpu_only_a_rehearsal_runs(tmp_path):
+    """Latencies of a CPU under a GPU's heading would be taken for real."""
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--shape tiny"):
+            main(Namespace(out=tmp_path, shape="qwen3-8b"))
+
+
+@pytest.mark.parametrize("name, billions, head_millions", [
+    ("qwen3-8b", 8.19, 1048.6), ("qwen3-4b", 4.41, 537.4), ("llama-3.1-8b", 8.03, 1048.6),
+])
+def test_random_shapes_have_the_published_sizes(name, billions, head_millions):
+    """A floor computed from a wrong shape flatters or slanders. Qwen3-4B's tied matrix is counted twice here."""
+    from model.dflash import DraftHead
+
+    with torch.device("meta"):
+        target, draft = Target(SHAPES[name].target), DraftHead(SHAPES[name].draft)
+    assert sum(weight.numel() for weight in target.parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
+    assert sum(weight.numel() for weight in draft.parameters()) / 1e6 == pytest.approx(head_millions, abs=0.05)
+
+
+def test_random_weights_depend_on_the_seed_alone():
+    """Two processes must be able to speak of the same model."""
+    a, b = (random_pair("tiny", torch.bfloat16, "cpu")[0] for _ in range(2))
+    assert torch.equal(a.lm_head.weight, b.lm_head.weight)
+    assert float(a.lm_head.weight.std()) == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(random_pair("tiny", torch.bfloat16, "cpu", seed=1)[0].lm_head.weight, a.lm_head.weight)
