@@ -1,0 +1,193 @@
+"""Pictures of what the side rooms measured, as PNG files; needs matplotlib (pip install matplotlib).
+
+    python -m minicast.plot FILE.json... --out DIR
+
+What a file holds decides what is drawn, after the file's own name:
+
+    probe     NAME-latency.png    a target pass against packed rows n, with the fitted line (paper, Figure 2)
+    bench     NAME-speedup.png    speedup over AR against width N, N* marked (paper, Figure 3)
+    replay    NAME-lengths.png    R against N, replayed and as the drafter's scores promise
+              NAME-scores.png     correction ranks, reliability, masses, shapes (paper, Figure 4)
+
+Nothing is measured here, and only the line is computed.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from minicast.command import guarded
+from minicast.width import FIT_FROM, CostModel
+from model.errors import UserError
+
+NO_MATPLOTLIB = "pictures need matplotlib: pip install matplotlib"
+EVERYTHING = "all"  # replay's finding over all domains
+MEAN = "mean"       # bench's row of averages
+AXES_INCHES = (5.0, 3.6)
+
+
+def new_figure(columns: int = 1, rows: int = 1):
+    """A figure and its axes, row by row. matplotlib is looked for here, when there is something to draw."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(NO_MATPLOTLIB) from error
+    width, height = AXES_INCHES
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).flatten()
+
+
+def label(axes, title: str, x: str, y: str, legend: bool = True) -> None:
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    if legend:
+        axes.legend(fontsize="small")
+
+
+# One function a picture: from the file's values to a figure
+
+def latency(probe: dict):
+    """Target pass against n; probe: {"packed": [n], "milliseconds" or "settle_ms": [ms]}."""
+    figure, (axes,) = new_figure()
+    cost = CostModel.fit(probe["packed"], probe.get("milliseconds") or probe["settle_ms"])
+    axes.plot(cost.packed, cost.milliseconds, "o-", label="measured")
+    ends = [cost.packed[0], cost.packed[-1]]
+    fit = f"{cost.intercept:.1f} + {cost.slope:.3f} n, fitted from n = {FIT_FROM}"
+    axes.plot(ends, [cost.intercept + cost.slope * n for n in ends], "--", label=fit)
+    axes.set_ylim(bottom=0)
+    label(axes, "One target pass", "packed rows n", "ms")
+    return figure
+
+
+def speedup(bench: dict):
+    """Speedup over AR against N, a line a domain; N* is that of width "auto", where it was run."""
+    figure, (axes,) = new_figure()
+    swept: dict[str, dict[int, float]] = {}
+    chains: dict[str, float] = {}
+    for row in bench["rows"]:
+        if row["speedup"] is None:
+            continue
+        method, _, width = row["arm"].partition(" N=")
+        if method == "cast" and width.isdigit():
+            swept.setdefault(row["domain"], {})[int(width)] = row["speedup"]
+        elif method == "dflash":
+            chains[row["domain"]] = row["speedup"]
+    for domain, points in swept.items():
+        style = {"color": "black", "linewidth": 2.5} if domain == MEAN else {}
+        (line,) = axes.plot(sorted(points), [points[N] for N in sorted(points)], "o-", label=domain, **style)
+        if domain in chains:
+            axes.axhline(chains[domain], color=line.get_color(), linestyle=":", linewidth=1)
+    for N in predicted_widths(bench):
+        axes.axvline(N, color="tab:red", linestyle="--", label=f"predicted N* = {N}")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    label(axes, "Speedup over AR (dotted: the chain)", "width N", "×")
+    return figure
+
+
+def predicted_widths(bench: dict) -> list[int]:
+    """What width "auto" came to: the width most rounds of its answers had, by prompt domain; each once."""
+    widths = {}
+    for record in bench.get("records", []):
+        if record["arm"].endswith("auto"):
+            widths.setdefault(record["domain"], []).extend(record["output"]["widths"])
+    return sorted({max(set(each), key=each.count) for each in widths.values() if each})
+
+
+def lengths(analysis: dict):
+    """R against N of every domain, with what the drafter's scores promise."""
+    figure, (axes,) = new_figure()
+    for finding in analysis["findings"]:
+        tree, chain = finding["tree"], finding["chain"]
+        style = {"color": "black", "linewidth": 2.5} if finding["domain"] == EVERYTHING else {}
+        (line,) = axes.plot(tree["widths"], tree["R"], label=finding["domain"], **style)
+        axes.plot(tree["widths"], tree["predicted"], ":", color=line.get_color())
+        axes.plot(chain["widths"][-1], chain["R"][-1], "s", color=line.get_color())
+    label(axes, "R against width (dotted: promised; squares: the chain)", "width N", "tokens a round R")
+    return figure
+
+
+def scores(analysis: dict):
+    """Four panels: ranks of corrections, reliability at depth one, sorted masses, shapes of equal size."""
+    figure, (ranks, reliable, masses, shapes) = new_figure(2, 2)
+    findings = analysis["findings"]
+    share = 0.8 / len(findings)  # of a group of bars
+
+    def bars(axes, values: Sequence[dict[str, float]]) -> None:
+        for place, (finding, heights) in enumerate(zip(findings, values)):
+            left = [group + (place - (len(findings) - 1) / 2) * share for group in range(len(heights))]
+            axes.bar(left, heights.values(), share, label=finding["domain"])
+        axes.set_xticks(range(len(values[0])), values[0])
+
+    bars(ranks, [finding["corrections"]["shares"] for finding in findings])
+    label(ranks, "(a) Correction at the chain's first rejection", "rank in q", "share")
+    for finding in findings:
+        bins = finding["reliability"]
+        reliable.plot([each["mean_q"] for each in bins], [each["hit_rate"] for each in bins], "o-",
+                      label=finding["domain"])
+        masses.plot(range(1, len(finding["masses"]) + 1), finding["masses"], label=finding["domain"])
+    reliable.plot([0, 1], [0, 1], "--", color="grey", linewidth=0.8)
+    label(reliable, "(b) Reliability at depth one", "drafter's probability", "hit rate")
+    masses.set_yscale("log")
+    label(masses, "(c) Sorted prefix masses", "candidate", "mean mass")
+    bars(shapes, [finding["shapes"] for finding in findings])
+    label(shapes, "(d) Shapes of one size, beside the chain", "", "tokens a round R")
+    return figure
+
+
+Draw = Callable[[dict], object]
+
+
+def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
+    """By the picture's name, how to draw it and from what; nothing for a file of another kind."""
+    if "findings" in values:
+        return {"lengths": (lengths, values), "scores": (scores, values)}
+    if "rows" in values:
+        return {"speedup": (speedup, values)}
+    probe = values.get("costs", values)
+    if isinstance(probe, dict) and "packed" in probe and {"milliseconds", "settle_ms"} & probe.keys():
+        return {"latency": (latency, probe)}
+    return {}
+
+
+# The command line
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m minicast.plot", description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json",
+                        help="of bench, replay or a probe")
+    parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR", help="default: here")
+    arguments = parser.parse_args(argv)
+    return guarded("plot", lambda: run(arguments.files, arguments.out))
+
+
+def run(files: Sequence[Path], out: Path) -> int:
+    for file in files:
+        drawn = pictures(read(file))
+        if not drawn:
+            raise UserError(f"{file} is not the output of bench, replay or a probe: there is nothing to draw")
+        for name, (draw, values) in drawn.items():
+            figure = draw(values)
+            path = out / f"{file.stem}-{name}.png"
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                figure.savefig(path, dpi=150)
+            except OSError as error:
+                raise UserError(f"cannot write {path}: {error.strerror}") from error
+            print(path)
+    return 0
+
+
+def read(file: Path) -> dict:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: give the JSON output of bench, replay or a probe") from error
+    return values if isinstance(values, dict) else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

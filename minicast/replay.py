@@ -1,0 +1,662 @@
+"""How long rounds would be, replayed offline from recorded drafts (paper, §4 "Candidate scores", Appendix G).
+
+    python -m minicast.replay --prompts FILE... --out DIR      record what is missing in DIR, then analyse it
+    python -m minicast.replay --analyse --out DIR              analyse only: no model is loaded
+
+A greedy answer is the same whatever is proposed. So the target answers all prompts in batches, the drafter
+drafts at every position of the answers, many blocks in a pass, and the best tokens of each depth are kept.
+From then on the decode of any tree policy is replayed exactly: a round at position i commits R tokens, and
+the next one is at i + R.
+
+The mass curve that the width rule reads (paper, §3.3) is one result; --curve says where else to write it.
+That of the default pair, when its head has changed, is recorded again by
+
+    python -m minicast.replay --out runs/replay --curve model/heads/smollm2-135m-dflash/curve.json
+
+Symbols: T tokens of an answer, b pending root, L block depth, K rank cap, N width, R tokens a round commits.
+A round can start at T - 1 positions: the last token of an answer is no root. Nothing here reads a clock.
+"""
+
+import argparse
+import hashlib
+import json
+import shlex
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from minicast.bench import PROMPTS, commit, read_prompts, write_atomically
+from minicast.command import DTYPES, Choice, Placement, guarded
+from minicast.tree import Tree, ranked_tree, top_ranked
+from minicast.width import MAX_WIDTH
+from model import hub, train_data
+from model.dflash import DraftHead
+from model.errors import UserError
+from model.transformer import KVCache, Target, Window
+
+RANKS = 32          # tokens kept at each depth
+RANK_CAP = 8        # K of the decoder and the paper
+CURVE_WIDTH = 15    # the mass curve is a mean over the rounds of a decode at this width
+CURVE_ROUNDS = 1500  # the paper's curve rests on so many; below, a warning
+SHAPE_WIDTH = 47    # where the paper compares shapes of trees
+SCHEDULE = (8, 4, 2, 2)  # the paper's fixed schedule: children of a node by depth, one below that
+BATCH = 32          # prompts answered together
+BLOCKS = 32         # blocks drafted in one pass: bounds the memory of their logits
+TABLE_WIDTHS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
+EVERYTHING = "all"  # stands for the domain where all are pooled
+
+
+# Recording
+
+@dataclass(frozen=True)
+class Drafts:
+    """What the drafter said at A positions, best first.
+
+    Attributes:
+        tokens: (A, L, ranks) int32
+        log_q: (A, L, ranks) float32
+    """
+
+    tokens: Tensor
+    log_q: Tensor
+
+    @property
+    def depth(self) -> int:
+        """L."""
+        return self.tokens.shape[1]
+
+    def tree(self, position: int, width: int, rank_cap: int) -> Tree:
+        """The best-first tree of a round there."""
+        return ranked_tree(self.tokens[position, :, :rank_cap], self.log_q[position, :, :rank_cap], width)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One greedy answer, and the drafts at every position of it where a round can start.
+
+    Attributes:
+        domain: of the prompt
+        answer: T token ids
+        drafts: of the whole block, T - 1 positions; position i is the round with b = answer[i]
+        short: the same of the drafter run on half its block, with fewer masks (paper, Table 15)
+    """
+
+    domain: str
+    answer: list[int]
+    drafts: Drafts
+    short: Drafts
+
+    def save(self, path: Path) -> None:
+        """Write a whole file or none."""
+        tensors = {"answer": torch.tensor(self.answer, dtype=torch.int64)}
+        for name in ("drafts", "short"):
+            tensors |= {f"{name}.{field}": tensor for field, tensor in vars(getattr(self, name)).items()}
+        partial_file = path.with_name(path.name + ".part")
+        save_file(tensors, partial_file, metadata={"domain": self.domain})
+        partial_file.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Recording":
+        with safe_open(path, framework="pt") as file:
+            def drafts(name: str) -> Drafts:
+                return Drafts(file.get_tensor(f"{name}.tokens"), file.get_tensor(f"{name}.log_q"))
+
+            answer = file.get_tensor("answer").tolist()
+            return cls(answer=answer, drafts=drafts("drafts"), short=drafts("short"), **file.metadata())
+
+
+@torch.no_grad()
+def record(
+    target: Target, draft: DraftHead, prompt_ids: Sequence[int], answer: Sequence[int], domain: str = ""
+) -> Recording:
+    """Draft at every position of the target's own greedy answer. The domain is only noted."""
+    tokens = torch.tensor([*prompt_ids, *answer], device=target.device)
+    rows = torch.arange(tokens.shape[0] - 1, device=target.device)
+    _, features = target(tokens[None, :-1], None, Window(rows, rows), draft.taps)
+    anchors = rows[len(prompt_ids) :]
+    sizes = (draft.block_size, max(draft.block_size // 2, 2))
+    drafts = [draft_at(target, draft, features, tokens, anchors, size) for size in sizes]
+    return Recording(domain, list(answer), *drafts)
+
+
+def draft_at(
+    target: Target, draft: DraftHead, features: Tensor, tokens: Tensor, anchors: Tensor, size: int
+) -> Drafts:
+    """Draft a block of `size` tokens at each of the positions `anchors` (A,), BLOCKS of them in a pass.
+
+    features (1, P, F) of the text's first P positions; tokens (P + 1,) int64, the text. A block sees the
+    features before its root, and itself, as it would alone.
+    """
+    prefix, device = features.shape[1], tokens.device
+    cache = KVCache(draft.config, prefix + BLOCKS * size, target.dtype, device)
+    draft.extend(features, cache, torch.arange(prefix, device=device))
+    ranks = min(RANKS, target.vocab_size)
+    parts = [(torch.empty(0, size - 1, ranks, dtype=torch.int32), torch.empty(0, size - 1, ranks))]
+    for start in range(0, len(anchors), BLOCKS):
+        roots = anchors[start : start + BLOCKS]
+        log_q = draft_blocks(target, draft, cache, prefix, tokens[roots], roots, size)
+        ranked = [part.unflatten(0, (len(roots), -1)).cpu() for part in top_ranked(log_q, ranks)]
+        parts.append((ranked[0].int(), ranked[1]))
+    return Drafts(*(torch.cat(column) for column in zip(*parts)))
+
+
+def draft_blocks(
+    target: Target, draft: DraftHead, cache: KVCache, prefix: int, roots: Tensor, anchors: Tensor, size: int
+) -> Tensor:
+    """One pass over A blocks with roots (A,) at positions `anchors` (A,) -> log q (A · L, V), blocks in turn.
+
+    cache: the drafter's, slots < prefix hold the text; the blocks go to the slots behind it.
+    """
+    count, device = len(roots), roots.device
+    blocks = torch.full((count, size), draft.mask_token_id, device=device)
+    blocks[:, 0] = roots
+    offsets = torch.arange(size, device=device)
+    block = torch.arange(count, device=device).repeat_interleave(size)  # of each row
+    before_root = torch.arange(prefix, device=device) < anchors[block][:, None]
+    mask = torch.cat((before_root, block[:, None] == block), dim=1)
+    slots = prefix + torch.arange(count * size, device=device)
+    positions = (anchors[:, None] + offsets).flatten()
+    window = Window(slots, positions, mask, live=prefix + count * size)
+    hidden = draft(blocks.flatten()[None], cache, window, target)[0]  # (A · size - 1, H): not the first row
+    masked = block * size + offsets.repeat(count) - 1
+    hidden = hidden[masked[offsets.repeat(count) > 0]]
+    return torch.log_softmax(target.logits(hidden), dim=-1)
+
+
+# Replaying
+
+Needs = list[list[int]]
+"""By position, then by depth from 1: how many nodes of the tree there, best first, hold that much of the
+target's continuation, as long as the tree holds it. Ascending, since parents come before their children."""
+
+
+def needed(tree: Tree, continuation: Sequence[int]) -> list[int]:
+    """One position's entry of `Needs`; continuation: the target's tokens after b."""
+    parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
+    children = {edge: node for node, edge in enumerate(zip(parents, tokens))}
+    node, nodes = -1, []
+    for token in continuation:
+        node = children.get((node, token))
+        if node is None:
+            break
+        nodes.append(node + 1)
+    return nodes
+
+
+@dataclass(frozen=True)
+class Step:
+    """A replayed round: where it starts, and the R tokens it commits, counted after cuts."""
+
+    position: int
+    R: int
+
+
+def replay(needs: Needs, width: int) -> list[Step]:
+    """The rounds of a decode in which trees have `width` nodes, the last one cut where the answer ends."""
+    steps, position = [], 0
+    while position < len(needs):
+        R = min(1 + bisect_right(needs[position], width), len(needs) - position)
+        steps.append(Step(position, R))
+        position += R
+    return steps
+
+
+@dataclass(frozen=True)
+class Replayable:
+    """A recording, with the trees that policies would build at each of its T - 1 positions.
+
+    Attributes:
+        masses: (T - 1, MAX_WIDTH) float32, masses of the candidates, best first, 0 where there are no more
+        chain_masses: (T - 1, L) float32, those of the top-1 prefixes
+        needs: by policy, of the widest tree it is asked for
+    """
+
+    recording: Recording
+    masses: Tensor
+    chain_masses: Tensor
+    needs: dict[str, Needs]
+
+    @classmethod
+    def of(cls, recording: Recording) -> "Replayable":
+        drafts, short = recording.drafts, recording.short
+        positions = range(len(drafts.tokens))
+
+        def needs(build: Callable[[int], Tree]) -> Needs:
+            return [needed(build(i), recording.answer[i + 1 : i + 1 + drafts.depth]) for i in positions]
+
+        trees = [drafts.tree(i, MAX_WIDTH, RANK_CAP) for i in positions]
+        masses = torch.zeros(len(trees), MAX_WIDTH)
+        for row, tree in zip(masses, trees):
+            row[: tree.width] = tree.log_mass.exp()
+        branchings = {"schedule": SCHEDULE, "binary": (2,) * drafts.depth}
+        shapes = {name: Shape.of(branching, drafts) for name, branching in branchings.items()}
+        return cls(
+            recording,
+            masses,
+            drafts.log_q[:, :, 0].cumsum(1).exp(),
+            {
+                "cast": needs(trees.__getitem__),
+                "cast, every rank": needs(lambda i: drafts.tree(i, RANKS, RANKS)),
+                "cast, short block": needs(lambda i: short.tree(i, short.depth, RANK_CAP)),
+                "dflash": needs(lambda i: drafts.tree(i, drafts.depth, 1)),
+                "dflash, short block": needs(lambda i: short.tree(i, short.depth, 1)),
+            }
+            | {name: needs(lambda i, shape=shape: shape.tree(drafts, i)) for name, shape in shapes.items()},
+        )
+
+    def replay(self, policy: str, width: int) -> list[Step]:
+        return replay(self.needs[policy], width)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree whose form does not depend on the scores: SHAPE_WIDTH nodes, level by level.
+
+    Attributes:
+        parents, depths: as in `Tree`
+        slots: (N,) int64, a node's place in the table (L, ranks) of tokens, read row by row
+    """
+
+    parents: Tensor
+    depths: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, branching: Sequence[int], drafts: Drafts) -> "Shape":
+        """branching: how many children a node has, by its depth from 0; one where the list has ended."""
+        ranks, nodes, level = drafts.tokens.shape[2], [], [-1]
+        for depth in range(drafts.depth):
+            children = min(branching[depth], ranks) if depth < len(branching) else 1
+            start = len(nodes)
+            nodes += [(parent, depth, rank) for parent in level for rank in range(children)]
+            level = range(start, len(nodes))
+        parents, depths, rank = torch.tensor(nodes[:SHAPE_WIDTH]).T
+        return cls(parents, depths + 1, depths * ranks + rank)
+
+    def tree(self, drafts: Drafts, position: int) -> Tree:
+        tokens = drafts.tokens[position].flatten()[self.slots]
+        return Tree(tokens, self.parents, self.depths, torch.zeros(len(tokens)))
+
+
+# Analyses
+
+@dataclass(frozen=True)
+class Lengths:
+    """R against N, an entry for each width.
+
+    Attributes:
+        widths: N
+        rounds: how many there were
+        R: tokens a round, after cuts
+        predicted: 1 plus the mean mass of the trees in these rounds, what the drafter's scores promise
+    """
+
+    widths: list[int]
+    rounds: list[int]
+    R: list[float]
+    predicted: list[float]
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Where a chain's first rejections end: the rank of the target's token in q there (paper, Figure 4a).
+
+    Attributes:
+        events: first rejections
+        shares: of them, by ranks; the last one is beyond those recorded
+    """
+
+    events: int
+    shares: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Candidates at depth one with low <= q < high (the last bin takes q = 1), and what became of them."""
+
+    low: float
+    high: float
+    candidates: int
+    mean_q: float
+    hit_rate: float
+
+
+@dataclass(frozen=True)
+class Cap:
+    """Width N with the rank cap, and with every rank that a tree of N nodes can use."""
+
+    width: int
+    R: float
+    R_every_rank: float
+
+
+@dataclass(frozen=True)
+class Packed:
+    """R at n packed rows; block: tokens drafted, the root's included."""
+
+    n: int
+    method: str
+    block: int
+    R: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the replay of a domain's prompts says.
+
+    Attributes:
+        prompts, tokens: how many, tokens that rounds commit
+        tree: best-first trees, N = 1 to MAX_WIDTH
+        chain: chains cut to N = 1 to L
+        corrections, reliability: over the rounds of the whole chain
+        masses: sorted, the mean over the rounds of a decode with N = CURVE_WIDTH
+        chain_masses: the mean over the chain's rounds
+        shapes: R by shape of tree with SHAPE_WIDTH nodes, the chain's with L beside them
+        rank_cap, shrink: paper, Appendix G.1 and Table 15
+    """
+
+    domain: str
+    prompts: int
+    tokens: int
+    tree: Lengths
+    chain: Lengths
+    corrections: Corrections
+    reliability: list[Bin]
+    masses: list[float]
+    chain_masses: list[float]
+    shapes: dict[str, float]
+    rank_cap: list[Cap]
+    shrink: list[Packed]
+
+
+def analyse(answers: Sequence[Replayable], domain: str = EVERYTHING) -> Finding:
+    """Everything of the paper's offline analyses, over answers with one round or more."""
+    block, half = (getattr(answers[0].recording, name).depth + 1 for name in ("drafts", "short"))
+
+    def R(policy: str, width: int) -> float:
+        return tokens_a_round(answers, policy, width)
+
+    return Finding(
+        domain=domain,
+        prompts=len(answers),
+        tokens=sum(len(answer.recording.answer) - 1 for answer in answers),
+        tree=lengths(answers, "cast", "masses", range(1, MAX_WIDTH + 1)),
+        chain=lengths(answers, "dflash", "chain_masses", range(1, block)),
+        corrections=corrections(answers),
+        reliability=reliability(answers),
+        masses=visited(answers, "cast", CURVE_WIDTH, "masses").mean(0).tolist(),
+        chain_masses=visited(answers, "dflash", block - 1, "chain_masses").mean(0).tolist(),
+        shapes={
+            "chain": R("dflash", block - 1),
+            "schedule": R("schedule", SHAPE_WIDTH),
+            "binary": R("binary", SHAPE_WIDTH),
+            "best first": R("cast", SHAPE_WIDTH),
+        },
+        rank_cap=[Cap(N, R("cast", N), R("cast, every rank", N)) for N in (7, 15, 31)],
+        shrink=[
+            Packed(half, "dflash", half, R("dflash, short block", half - 1)),
+            Packed(half, "cast", half, R("cast, short block", half - 1)),
+            Packed(half, "cast", block, R("cast", half - 1)),
+            Packed(block, "dflash", block, R("dflash", block - 1)),
+            Packed(block, "cast", block, R("cast", block - 1)),
+        ],
+    )
+
+
+def tokens_a_round(answers: Sequence[Replayable], policy: str, width: int) -> float:
+    """R of a decode, all its rounds together."""
+    steps = [step.R for answer in answers for step in answer.replay(policy, width)]
+    return sum(steps) / len(steps)
+
+
+def visited(answers: Sequence[Replayable], policy: str, width: int, name: str) -> Tensor:
+    """The rows of `masses` or `chain_masses` at the rounds of a decode: (rounds, MAX_WIDTH or L)."""
+    rows = []
+    for answer in answers:
+        rows.append(getattr(answer, name)[[step.position for step in answer.replay(policy, width)]])
+    return torch.cat(rows)
+
+
+def lengths(answers: Sequence[Replayable], policy: str, name: str, widths: Sequence[int]) -> Lengths:
+    """R against N, promised and replayed; `name` as in `visited`."""
+    tables = [visited(answers, policy, width, name) for width in widths]
+    return Lengths(
+        widths=list(widths),
+        rounds=[len(table) for table in tables],
+        R=[tokens_a_round(answers, policy, width) for width in widths],
+        predicted=[1 + table[:, :width].sum(1).mean().item() for width, table in zip(widths, tables)],
+    )
+
+
+def corrections(answers: Sequence[Replayable]) -> Corrections:
+    """Of the chain's rounds; none where all of the chain was accepted, or the answer ended with it."""
+    ranks = []
+    for answer, step in chain_rounds(answers):
+        recording, accepted = answer.recording, len(answer.needs["dflash"][step.position])
+        place = step.position + accepted + 1
+        if accepted < recording.drafts.depth and place < len(recording.answer):
+            found = (recording.drafts.tokens[step.position, accepted] == recording.answer[place]).nonzero()
+            ranks.append(found.item() + 1 if len(found) else RANKS + 1)
+    limits = {"2-4": (1, 4), "5-8": (4, 8), f"9-{RANKS}": (8, RANKS), f"over {RANKS}": (RANKS, RANKS + 1)}
+    events = max(len(ranks), 1)
+    counts = {name: sum(low < rank <= high for rank in ranks) for name, (low, high) in limits.items()}
+    return Corrections(len(ranks), {name: count / events for name, count in counts.items()})
+
+
+def chain_rounds(answers: Sequence[Replayable]) -> Iterator[tuple[Replayable, Step]]:
+    for answer in answers:
+        for step in answer.replay("dflash", answer.recording.drafts.depth):
+            yield answer, step
+
+
+def reliability(answers: Sequence[Replayable], bins: int = 10) -> list[Bin]:
+    """The RANK_CAP best candidates at depth one, binned by q (paper, Figure 4b); empty bins are left out."""
+    claimed, hits = [], []
+    for answer, step in chain_rounds(answers):
+        drafts, said = answer.recording.drafts, answer.recording.answer[step.position + 1]
+        claimed.append(drafts.log_q[step.position, 0, :RANK_CAP].exp())
+        hits.append(drafts.tokens[step.position, 0, :RANK_CAP] == said)
+    q, hit = torch.cat(claimed), torch.cat(hits).float()
+    place = (q * bins).long().clamp(max=bins - 1)
+    chosen = [(k, place == k) for k in range(bins)]
+    return [
+        Bin(k / bins, (k + 1) / bins, int(here.sum()), q[here].mean().item(), hit[here].mean().item())
+        for k, here in chosen
+        if here.any()
+    ]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The mass curve of a target/draft pair, as the width rule reads it.
+
+    Attributes:
+        masses: MAX_WIDTH means, best first; 1 plus their sum up to N is the R that N promises
+        chain_masses: L means, of the top-1 prefixes
+        rounds: how many the masses are means of
+        depth: L
+        rank_cap: K
+        target, draft: names of the pair
+    """
+
+    masses: list[float]
+    chain_masses: list[float]
+    rounds: int
+    depth: int
+    rank_cap: int
+    target: str
+    draft: str
+
+    @classmethod
+    def of(cls, finding: Finding, target: str, draft: str) -> "Curve":
+        rounds = finding.tree.rounds[finding.tree.widths.index(CURVE_WIDTH)]
+        depth = len(finding.chain_masses)
+        return cls(finding.masses, finding.chain_masses, rounds, depth, RANK_CAP, target, draft)
+
+    def to_json(self) -> str:
+        def rounded(masses: list[float]) -> list[float]:
+            return [float(f"{mass:.5g}") for mass in masses]
+
+        masses = {"masses": rounded(self.masses), "chain_masses": rounded(self.chain_masses)}
+        return json.dumps(asdict(self) | masses) + "\n"
+
+
+def table(findings: Sequence[Finding]) -> list[str]:
+    """A Markdown table of R by width and domain, what the scores promise in brackets."""
+    lines = ["| R (promised) | " + " | ".join(finding.domain for finding in findings) + " |"]
+    lines.append("|---" * (len(findings) + 1) + "|")
+
+    def row(name: str, lengths: Sequence[Lengths], place: int) -> str:
+        cells = [f"{each.R[place]:.2f} ({each.predicted[place]:.2f})" for each in lengths]
+        return f"| {name} | " + " | ".join(cells) + " |"
+
+    depth = len(findings[0].chain_masses)
+    lines.append(row(f"chain, N = {depth}", [finding.chain for finding in findings], depth - 1))
+    lines += [row(f"tree, N = {N}", [finding.tree for finding in findings], N - 1) for N in TABLE_WIDTHS]
+    return lines
+
+
+# The command line
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    def at_least(least: int):
+        def parse(text: str) -> int:
+            if int(text) < least:
+                raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+            return int(text)
+
+        return parse
+
+    parser = argparse.ArgumentParser(prog="python -m minicast.replay", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR",
+                        help="keeps the recorded rounds, a file a prompt, with analysis.json and curve.json")
+    parser.add_argument("--analyse", action="store_true", help="analyse what DIR holds, record nothing")
+    parser.add_argument("--curve", type=Path, metavar="FILE.json", help="write the mass curve there too")
+    parser.add_argument("--prompts", nargs="+", type=Path, default=[PROMPTS], metavar="FILE",
+                        help="JSONL with prompt, question, text, problem or turns; not those you evaluate "
+                        "on; default: a small set of our own")
+    parser.add_argument("--limit", type=at_least(1), metavar="K", help="only a domain's first K prompts")
+    parser.add_argument("--max-new-tokens", type=at_least(2), default=256, help="default: %(default)s")
+    parser.add_argument("--model", help="directory, hub id or known name")
+    parser.add_argument("--draft-model", help="likewise; default: the head known for the target")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    return guarded("replay", lambda: run(arguments, sys.argv[1:] if argv is None else argv))
+
+
+def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
+    if not arguments.analyse:
+        record_prompts(arguments)
+    settings, recordings = read_recordings(arguments.out)
+    bar = tqdm(recordings, "replaying", unit="prompt", leave=False, disable=None)
+    answers = [Replayable.of(recording) for recording in bar]
+    domains = {answer.recording.domain: [] for answer in answers}
+    for answer in answers:
+        domains[answer.recording.domain].append(answer)
+    findings = [analyse(group, domain) for domain, group in domains.items()]
+    findings.append(analyse(answers))
+    curve = Curve.of(findings[-1], settings["target"], settings["draft"])
+
+    report = {
+        "command": shlex.join(["python", "-m", "minicast.replay", *command]),
+        "commit": commit(),
+        "settings": settings,
+        "rank_cap": RANK_CAP,
+        "curve_width": CURVE_WIDTH,
+        "findings": [asdict(finding) for finding in findings],
+    }
+    write_atomically(arguments.out / "analysis.json", json.dumps(report) + "\n")
+    for path in (arguments.out / "curve.json", arguments.curve):
+        if path:
+            write_atomically(path, curve.to_json())
+    print("\n".join(table(findings)))
+    if curve.rounds < CURVE_ROUNDS:
+        print(f"replay: the mass curve rests on {curve.rounds} rounds, the paper's on {CURVE_ROUNDS}: "
+              "more prompts would make it firmer", file=sys.stderr)
+    return 0
+
+
+def record_prompts(arguments: argparse.Namespace) -> None:
+    """Record what the directory does not hold yet, so that a killed run goes on where it was.
+
+    Answers are the target's and stay when the head changes; drafts are a file a prompt, named after the head.
+    """
+    prompts = read_prompts(arguments.prompts, arguments.limit)
+    placement = Placement.choose(arguments.device, arguments.dtype)
+    choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts=True)
+    head = head_digest(choice.draft)
+    claim(
+        arguments.out,
+        {
+            "target": choice.target,
+            "weights": hub.source(choice.target, "target"),
+            "placement": str(placement),
+            "max_new_tokens": arguments.max_new_tokens,
+        },
+        {"draft": hub.source(choice.draft, "draft"), "head": head},
+    )
+    tokenizer = choice.tokenizer()
+    target, draft = choice.load(placement)
+    domains = {tuple(tokenizer.encode_chat(prompt.text)): prompt.domain for prompt in prompts}
+    file = arguments.out / "answers.jsonl"
+    with tqdm(total=len(domains), desc="answering", unit="prompt", disable=None) as bar:
+        train_data.answer(
+            target, list(domains), file, tokenizer.stop_ids, arguments.max_new_tokens, BATCH,
+            progress=lambda done, total: bar.update(done - bar.n),
+        )
+    examples = [example for example in train_data.read_responses(file) if example.prompt in domains]
+    for example in tqdm(examples, "drafting", unit="prompt", disable=None):
+        key = hashlib.sha256(f"{example.prompt}".encode()).hexdigest()
+        path = arguments.out / f"{head[:8]}-{key[:16]}.safetensors"
+        if not path.exists():
+            record(target, draft, example.prompt, example.response, domains[example.prompt]).save(path)
+
+
+def head_digest(name: str) -> str:
+    """SHA-256 of the head's weights: a head that was trained further keeps its name."""
+    digest = hashlib.sha256()
+    for file in sorted(hub.resolve(name, "draft").glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def claim(directory: Path, settings: dict, head: dict) -> None:
+    """Note in the directory what is recorded there; refuse if its answers are of something else."""
+    path = directory / "settings.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not settings.items() <= json.loads(path.read_text()).items():
+            raise UserError(f"{directory} holds answers of other settings: delete it or change --out")
+        write_atomically(path, json.dumps(settings | head, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write to {directory}: {error.strerror}") from error
+
+
+def read_recordings(directory: Path) -> tuple[dict, list[Recording]]:
+    """The settings, and every answer with a round that their head drafted, in the files' order."""
+    path = directory / "settings.json"
+    if not path.exists():
+        raise UserError(f"{directory} holds no recorded rounds: run without --analyse first")
+    settings = json.loads(path.read_text())
+    files = sorted(directory.glob(f"{settings['head'][:8]}-*.safetensors"))
+    recordings = [recording for recording in map(Recording.load, files) if len(recording.answer) > 1]
+    if not recordings:
+        raise UserError(f"{directory} holds no recorded rounds: run without --analyse, or with other prompts")
+    return settings, recordings
+
+
+if __name__ == "__main__":
+    sys.exit(main())

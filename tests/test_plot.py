@@ -1,0 +1,100 @@
+"""Pictures of measured figures: what is drawn is what the files hold; without matplotlib, one clear line."""
+
+import json
+import sys
+
+import pytest
+
+from minicast import plot
+
+LENGTHS = {"widths": [1, 2, 3], "rounds": [9, 8, 7], "R": [1.5, 1.8, 2.0], "predicted": [1.6, 1.9, 2.2]}
+
+
+def finding(domain: str) -> dict:
+    return {
+        "domain": domain,
+        "tree": LENGTHS,
+        "chain": {"widths": [1, 2], "rounds": [9, 8], "R": [1.5, 1.7], "predicted": [1.6, 1.8]},
+        "corrections": {"events": 3, "shares": {"2-4": 0.5, "5-8": 0.25, "over 32": 0.25}},
+        "reliability": [{"low": 0.0, "high": 0.1, "candidates": 4, "mean_q": 0.05, "hit_rate": 0.1}],
+        "masses": [0.5, 0.2, 0.1],
+        "shapes": {"chain": 1.7, "best first": 2.0},
+    }
+
+
+def bench() -> dict:
+    arms = {"ar": 1.0, "dflash": 1.1, "cast N=7": 1.3, "cast N=15": 1.2, "cast N=auto": 1.3}
+    domains = ("math", "mean")
+    rows = [{"domain": domain, "arm": arm, "speedup": arms[arm]} for domain in domains for arm in arms]
+    rows.append({"domain": "chat", "arm": "cast N=7", "speedup": None})
+    record = {"arm": "cast N=auto", "domain": "math", "output": {"widths": [7, 7, 0, 7]}}
+    return {"rows": rows, "records": [record, record | {"arm": "ar"}]}
+
+
+FILES = {
+    "replay": ({"findings": [finding("math"), finding("all")]}, ["lengths", "scores"]),
+    "bench": (bench(), ["speedup"]),
+    "probe": ({"costs": {"packed": [1, 4, 16, 32], "settle_ms": [20.0, 21.0, 30.0, 46.0]}}, ["latency"]),
+    "paper": ({"packed": [16, 32], "milliseconds": [30.0, 46.0], "slope": 1.0}, ["latency"]),
+}
+
+
+def write(path, values):
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def test_without_matplotlib_there_is_one_line(tmp_path, monkeypatch, capsys):
+    """Exit status 1 and the way out, not an ImportError's traceback; the module itself imports without it."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plot.main([write(tmp_path / "a.json", FILES["probe"][0]), "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"plot: {plot.NO_MATPLOTLIB}\n"
+
+
+def test_says_what_it_cannot_draw(tmp_path, capsys):
+    """A missing file, no JSON, and JSON of another kind: one line each, with the file's name."""
+    other = [write(tmp_path / f"{k}.json", values) for k, values in enumerate(({"a": 1}, [1], "x"))]
+    (tmp_path / "text.json").write_text("{")
+    for file in [*other, str(tmp_path / "text.json"), str(tmp_path / "none.json")]:
+        assert plot.main([file]) == 1
+        message = capsys.readouterr().err
+        assert file in message and message.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_draws_every_kind_of_file(kind, tmp_path, capsys):
+    """A PNG for each picture that the file's content asks for, and their names printed."""
+    pytest.importorskip("matplotlib")
+    values, names = FILES[kind]
+    assert plot.main([write(tmp_path / f"{kind}.json", values), "--out", str(tmp_path / "new")]) == 0
+    pictures = [tmp_path / "new" / f"{kind}-{name}.png" for name in names]
+    assert capsys.readouterr().out.split() == list(map(str, pictures))
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def lines_of(figure) -> dict[str, tuple[list, list]]:
+    lines = figure.axes[0].lines
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in lines}
+
+
+def test_lines_are_the_figures_of_the_file():
+    """The line is the width rule's, from n = 16 on; a sweep is sorted by width; N* is what auto came to."""
+    pytest.importorskip("matplotlib")
+    drawn = lines_of(plot.latency(FILES["probe"][0]["costs"]))
+    fitted = [line for name, line in drawn.items() if "fitted" in name]
+    assert fitted == [([1, 32], [pytest.approx(15.0), pytest.approx(46.0)])]  # (30, 46) at (16, 32)
+    speedups = lines_of(plot.speedup(bench()))
+    assert speedups["math"] == ([7, 15], [1.3, 1.2])
+    assert speedups["predicted N* = 7"][0] == [7, 7]
+    assert "chat" not in speedups
+    assert lines_of(plot.lengths(FILES["replay"][0]))["math"] == ([1, 2, 3], [1.5, 1.8, 2.0])
+
+
+def test_four_panels_of_scores():
+    pytest.importorskip("matplotlib")
+    ranks, reliable, masses, shapes = plot.scores(FILES["replay"][0]).axes
+    assert [bar.get_height() for bar in ranks.containers[0]] == [0.5, 0.25, 0.25]
+    assert list(reliable.lines[0].get_ydata()) == [0.1]
+    assert list(masses.lines[1].get_ydata()) == [0.5, 0.2, 0.1]
+    assert [bar.get_height() for bar in shapes.containers[1]] == [1.7, 2.0]

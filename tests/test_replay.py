@@ -1,0 +1,312 @@
+"""Offline replay: its rounds are the decoder's, its trees the tree builder's, its figures what they say.
+
+Tiny random models of a small vocabulary, so that trees do hold what the target says. Tokens and lengths are
+compared exactly; seeds are fixed, so there are no false alarms.
+"""
+
+import json
+import random
+
+import pytest
+import torch
+
+from minicast import replay
+from minicast.decode import Decoder
+from minicast.replay import Drafts, Recording, Replayable, Shape, Step, needed
+from minicast.tree import best_first_tree, chain_tree
+from model import load_draft, load_target, train_data
+from test_run import write_byte_tokenizer
+from tiny import write_tiny_draft, write_tiny_target
+
+VOCABULARY, DEPTH, TOKENS = 12, 7, 40
+WIDTHS = (1, 3, 15, 63, 127)
+PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 7, 0, 11, 9, 2, 6])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    target = write_tiny_target(directory / "target", vocab_size=VOCABULARY, max_position_embeddings=128)
+    mask = {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [0, 1]}
+    draft = write_tiny_draft(directory / "draft", vocab_size=VOCABULARY, dflash_config=mask)
+    return load_target(str(target)), load_draft(str(draft))
+
+
+def recorded(models, prompt, stop_ids=()):
+    """An answer of the decoder, with its drafts."""
+    target, draft = models
+    answer = Decoder(target).generate(prompt, method="ar", max_new_tokens=TOKENS, stop_ids=stop_ids).token_ids
+    return replay.record(target, draft, prompt, answer, "tiny")
+
+
+@pytest.fixture(scope="module")
+def answers(models):
+    return [Replayable.of(recorded(models, prompt)) for prompt in PROMPTS]
+
+
+# Against the decoder
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_rounds_are_those_of_the_decoder(models, stop):
+    """Every R of every round, the cut last one included: chains, and trees of every width.
+
+    Guards against drafts at the wrong position or that see what comes after their root, a continuation
+    shifted by one, and rounds that count tokens past a stop id or the limit.
+    """
+    accepted = 0
+    for prompt in PROMPTS:
+        stop_ids = (recorded(models, prompt).answer[TOKENS // 2],) if stop else ()
+        answer = Replayable.of(recorded(models, prompt, stop_ids))
+        for policy, width in [("dflash", DEPTH)] + [("cast", width) for width in WIDTHS]:
+            output = Decoder(*models).generate(
+                prompt, method=policy, width=width, max_new_tokens=TOKENS, stop_ids=stop_ids
+            )
+            assert output.token_ids == answer.recording.answer
+            assert [step.R for step in answer.replay(policy, width)] == output.round_lengths, (policy, width)
+            accepted += sum(output.round_lengths) - len(output.round_lengths)
+    assert accepted > 30  # else nothing was tested
+
+
+def test_drafts_are_those_of_a_single_block(models):
+    """Many blocks in a pass give what the drafter gives for each alone, whole block and half.
+
+    Guards against blocks that see each other, or the text behind their root. Takes more than one pass.
+    """
+    target, draft = models
+    prompt, recording = PROMPTS[0], recorded(models, PROMPTS[0])
+    assert len(recording.answer) > replay.BLOCKS + 1
+    text = [*prompt, *recording.answer]
+    _, features = target.score(text, draft.taps)
+    for position in (0, 1, replay.BLOCKS - 1, replay.BLOCKS, TOKENS - 2):
+        log_q = draft.score(features[: len(prompt) + position], recording.answer[position], target)
+        kept = recording.drafts.log_q[position]
+        torch.testing.assert_close(kept, log_q.gather(1, recording.drafts.tokens[position].long()))
+        torch.testing.assert_close(kept, log_q.sort(descending=True).values)
+    assert recording.short.depth == (DEPTH + 1) // 2 - 1
+    fewer_masks = recording.short.log_q[:, 0]
+    assert not torch.allclose(fewer_masks, recording.drafts.log_q[:, 0])
+
+
+@pytest.mark.real
+def test_rounds_of_the_default_pair_are_those_of_the_decoder():
+    """As above, on real text. One pass over the text rounds otherwise than a decode, and could in principle
+    flip a tie of two candidates: not on these prompts.
+    """
+    target, draft = load_target("smollm2"), load_draft("smollm2")
+    tokenizer = replay.Choice("smollm2", "smollm2", None).tokenizer()
+    for text in ("What is 17 times 23? Show each step.", "Write a Python function that reverses a string."):
+        prompt, options = tokenizer.encode_chat(text), {"max_new_tokens": 48, "stop_ids": tokenizer.stop_ids}
+        answer = Decoder(target).generate(prompt, method="ar", **options).token_ids
+        rounds = Replayable.of(replay.record(target, draft, prompt, answer))
+        for policy, width in [("dflash", draft.block_size - 1), ("cast", 7), ("cast", 63)]:
+            output = Decoder(target, draft).generate(prompt, method=policy, width=width, **options)
+            assert output.token_ids == answer
+            assert [step.R for step in rounds.replay(policy, width)] == output.round_lengths, (policy, width)
+
+
+# Trees and their lengths
+
+def random_drafts(positions=20, depth=4, ranks=6, seed=0) -> Drafts:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(positions, depth, ranks, generator=generator)
+    ranked = logits.log_softmax(-1).sort(-1, descending=True)
+    return Drafts(ranked.indices.int(), ranked.values)
+
+
+def accepted(tree, continuation) -> int:
+    """A by its definition: the longest prefix of the continuation among the tree's paths."""
+    paths = {(): 0}
+    for node in range(tree.width):
+        path, up = (), node
+        while up >= 0:
+            path, up = (tree.tokens[up].item(), *path), tree.parents[up].item()
+        paths[path] = len(path)
+    return max(paths.get(tuple(continuation[:length]), 0) for length in range(len(continuation) + 1))
+
+
+def test_one_tree_holds_the_lengths_of_all_widths():
+    """`needed` of the widest tree, cut at N, against the tree of N nodes and all its paths."""
+    chooser, drafts = random.Random(0), random_drafts()
+    for position in range(20):
+        tokens = drafts.tokens[position].long()
+        log_q = torch.empty(4, 6).scatter(1, tokens, drafts.log_q[position])
+        continuation = [chooser.choice(row[:3].tolist()) for row in tokens]
+        nodes = needed(drafts.tree(position, 127, 6), continuation)
+        for width in WIDTHS:
+            A = sum(count <= width for count in nodes)
+            assert A == accepted(best_first_tree(log_q, width, rank_cap=6), continuation)
+        chain = needed(drafts.tree(position, 4, 1), continuation)
+        assert len(chain) == accepted(chain_tree(log_q, 4), continuation)
+
+
+def test_a_replayed_decode_jumps_by_what_it_commits():
+    """By hand: a round at 0 that holds two tokens, one at 3 that holds none, and a last one that is cut."""
+    needs = [[1, 5], [], [], [], [2, 3, 9]]
+    assert replay.replay(needs, 4) == [Step(0, 2), Step(2, 1), Step(3, 1), Step(4, 1)]
+    assert replay.replay(needs, 5) == [Step(0, 3), Step(3, 1), Step(4, 1)]
+    assert replay.replay([[1, 2]], 7) == [Step(0, 1)]
+    assert replay.replay([], 7) == []
+
+
+def test_shapes_are_full_level_by_level():
+    """The paper's schedule at 47: 8, 4 below each, then 7 of two below each; binary: 2, 4, 8, 16, 17."""
+    drafts = random_drafts(depth=7, ranks=10)
+    counts = {"schedule": (replay.SCHEDULE, [8, 32, 7]), "binary": ((2,) * 7, [2, 4, 8, 16, 17])}
+    for branching, expected in counts.values():
+        tree = Shape.of(branching, drafts).tree(drafts, 3)
+        assert tree.depths.bincount()[1:].tolist() == expected
+        for node, (parent, depth) in enumerate(zip(tree.parents.tolist(), tree.depths.tolist())):
+            siblings = (tree.parents[:node] == parent).sum()
+            assert tree.tokens[node] == drafts.tokens[3, depth - 1, siblings]
+            assert depth == (1 if parent < 0 else tree.depths[parent] + 1)
+    drafts = random_drafts(depth=2, ranks=3)
+    narrow = Shape.of(replay.SCHEDULE, drafts).tree(drafts, 0)
+    assert narrow.depths.bincount()[1:].tolist() == [3, 9]  # fewer ranks and levels than the schedule wants
+
+
+# Figures
+
+def test_figures_equal_slow_ones(answers):
+    """Everything in a finding that is a mean or a share, recomputed round by round from its definition."""
+    finding = replay.analyse(answers)
+    chain_rounds, events, ranks = 0, 0, []
+    claims = []
+    for answer in answers:
+        recording = answer.recording
+        drafts, position = recording.drafts, 0
+        while position < len(recording.answer) - 1:
+            rest = recording.answer[position + 1 :]
+            A = 0
+            while A < min(DEPTH, len(rest)) and drafts.tokens[position, A, 0] == rest[A]:
+                A += 1
+            if A < min(DEPTH, len(rest)):
+                ranks.append(drafts.tokens[position, A].tolist().index(rest[A]) + 1)  # of 12: all recorded
+            for token, log_q in list(zip(drafts.tokens[position, 0].tolist(), drafts.log_q[position, 0]))[:8]:
+                claims.append((log_q.exp().item(), token == rest[0]))
+            chain_rounds += 1
+            position += min(A + 1, len(rest))
+    tokens = sum(len(answer.recording.answer) - 1 for answer in answers)
+    assert (finding.prompts, finding.tokens) == (len(PROMPTS), tokens)
+    assert finding.chain.rounds[-1] == chain_rounds
+    assert finding.chain.R[-1] == pytest.approx(tokens / chain_rounds) == finding.shapes["chain"]
+    assert finding.corrections.events == len(ranks) > 20
+    shares = finding.corrections.shares
+    assert shares["2-4"] == pytest.approx(sum(2 <= rank <= 4 for rank in ranks) / len(ranks))
+    assert shares["9-32"] == pytest.approx(sum(rank >= 9 for rank in ranks) / len(ranks))
+    assert sum(shares.values()) == pytest.approx(1)
+    assert sum(each.candidates for each in finding.reliability) == len(claims)
+    for each in finding.reliability:
+        inside = [(q, hit) for q, hit in claims if each.low <= q < each.high]
+        assert each.candidates == len(inside)
+        assert each.mean_q == pytest.approx(sum(q for q, _ in inside) / len(inside))
+        assert each.hit_rate == pytest.approx(sum(hit for _, hit in inside) / len(inside))
+
+
+def test_promises_are_means_of_masses(answers):
+    """`predicted` and the curve, from trees built anew at every round visited."""
+    finding = replay.analyse(answers)
+    sums, tables = [], []
+    for answer in answers:
+        for step in answer.replay("cast", replay.CURVE_WIDTH):
+            masses = answer.recording.drafts.tree(step.position, 127, 8).log_mass.exp()
+            sums.append(masses[: replay.CURVE_WIDTH].sum().item())
+            tables.append(masses)
+    place = finding.tree.widths.index(replay.CURVE_WIDTH)
+    assert finding.tree.predicted[place] == pytest.approx(1 + sum(sums) / len(sums))
+    assert finding.tree.rounds[place] == len(sums)
+    assert finding.masses == pytest.approx(torch.stack(tables).mean(0).tolist())
+    assert sorted(finding.masses, reverse=True) == finding.masses
+    curve = json.loads(replay.Curve.of(finding, "a", "b").to_json())
+    assert (curve["rounds"], curve["depth"], curve["rank_cap"]) == (len(sums), DEPTH, 8)
+    assert curve["masses"] == pytest.approx(finding.masses, rel=1e-4)
+    assert curve["chain_masses"][0] <= 1 and len(curve["chain_masses"]) == DEPTH
+
+
+def test_every_rank_is_every_rank(answers):
+    """Without the cap, and up to RANKS nodes, the replayed tree is the builder's own uncapped one."""
+    for answer in answers:
+        drafts, said = answer.recording.drafts, answer.recording.answer
+        for position in range(0, len(drafts.tokens), 5):
+            tokens = drafts.tokens[position].long()
+            log_q = torch.empty(DEPTH, VOCABULARY).scatter(1, tokens, drafts.log_q[position])
+            tree = best_first_tree(log_q, replay.RANKS, rank_cap=None)
+            rest = said[position + 1 : position + 1 + DEPTH]
+            assert len(answer.needs["cast, every rank"][position]) == accepted(tree, rest)
+
+
+def test_an_answer_of_one_token_has_no_round(models):
+    """The first token comes from the prefill: with a stop id at once there is nothing to replay."""
+    first = recorded(models, PROMPTS[0]).answer[0]
+    recording = recorded(models, PROMPTS[0], stop_ids=(first,))
+    assert recording.answer == [first]
+    assert recording.drafts.tokens.shape == (0, DEPTH, VOCABULARY)
+    assert Replayable.of(recording).replay("cast", 15) == []
+
+
+# The command
+
+@pytest.fixture
+def command(tmp_path):
+    """Runs the command on tiny models of bytes; -> (status, the directory)."""
+    target = write_tiny_target(tmp_path / "target", max_position_embeddings=256)
+    write_byte_tokenizer(target)
+    draft = write_tiny_draft(tmp_path / "draft", max_position_embeddings=256)
+    prompts = tmp_path / "maths.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"{k} + {k}?"}) for k in range(3)))
+    out = tmp_path / "out"
+    models = ["--model", str(target), "--draft-model", str(draft), "--device", "cpu"]
+
+    def run(*extra):
+        arguments = ["--prompts", str(prompts), *models, "--max-new-tokens", "12", "--out", str(out), *extra]
+        return replay.main(arguments), out
+
+    return run
+
+
+def test_records_goes_on_and_analyses(command, tmp_path, monkeypatch, capsys):
+    """Answers are the decoder's; a second run computes nothing; --analyse loads nothing."""
+    curve_copy = tmp_path / "own.json"
+    status, out = command("--curve", str(curve_copy))
+    assert status == 0
+    printed = capsys.readouterr()
+    assert "| tree, N = 127 |" in printed.out and "rounds" in printed.err
+    report, curve = [json.loads((out / name).read_text()) for name in ("analysis.json", "curve.json")]
+    assert [finding["domain"] for finding in report["findings"]] == ["maths", "all"]
+    assert curve == json.loads(curve_copy.read_text())
+    assert len(curve["masses"]) == 127 and curve["rounds"] == report["findings"][-1]["tree"]["rounds"][14]
+
+    target = load_target(str(tmp_path / "target"))
+    for example in train_data.read_responses(out / "answers.jsonl"):
+        output = Decoder(target).generate(example.prompt, method="ar", max_new_tokens=12, stop_ids=())
+        assert list(example.response) == output.token_ids
+
+    monkeypatch.setattr(train_data, "_answer_batch", None)
+    monkeypatch.setattr(replay, "record", None)
+    assert command()[0] == 0
+    monkeypatch.setattr(replay.Choice, "load", None)
+    assert command("--analyse")[0] == 0
+    assert json.loads((out / "analysis.json").read_text())["findings"] == report["findings"]
+
+
+def test_a_new_head_drafts_again_over_the_same_answers(command, tmp_path, monkeypatch):
+    """A head that was trained further keeps its name; its drafts must not mix with the old weights'."""
+    _, out = command()
+    old = {file.name: Recording.load(file) for file in out.glob("*.safetensors")}
+    monkeypatch.setattr(train_data, "_answer_batch", None)
+    write_tiny_draft(tmp_path / "draft", seed=9, max_position_embeddings=256)
+    assert command()[0] == 0
+    new = {file.name: Recording.load(file) for file in out.glob("*.safetensors") if file.name not in old}
+    assert sorted(each.answer for each in new.values()) == sorted(each.answer for each in old.values())
+    assert json.loads((out / "analysis.json").read_text())["findings"][-1]["prompts"] == len(new) == 3
+
+
+def test_failures_are_one_line(command, capsys):
+    """Other settings in the same directory, nothing recorded, a place that cannot be written."""
+    assert replay.main(["--analyse", "--out", "nowhere"]) == 1
+    assert "run without --analyse" in capsys.readouterr().err
+    _, out = command()
+    capsys.readouterr()
+    assert command("--max-new-tokens", "13")[0] == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert command("--out", str(out / "settings.json"))[0] == 1
+    assert "cannot write" in capsys.readouterr().err
