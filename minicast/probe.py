@@ -87,18 +87,21 @@ def interleaved(
 ) -> dict[Hashable, float]:
     """Median milliseconds of each pass, all of them in turn, so that a slow moment of the machine hits all alike.
 
-    Slow passes are repeated less, LEAST_REPEATS times at least, when together they take longer than `seconds`.
+    Slow passes, that take longer than `seconds`, are warmed up once and repeated LEAST_REPEATS times.
     """
     times = {name: [] for name in passes}
-    opened = clock()
+    opened, timed = clock(), 0
     for repeat in tqdm(range(warm_ups + repeats), "measuring costs", leave=False, disable=None):
-        if repeat >= warm_ups + LEAST_REPEATS and clock() - opened > seconds:
+        late = clock() - opened > seconds
+        if late and timed >= LEAST_REPEATS:
             break
+        warm = repeat < warm_ups and not (late and repeat)
         for name, run in passes.items():
             started = clock()
             run()
-            if repeat >= warm_ups:
+            if not warm:
                 times[name].append(clock() - started)
+        timed += not warm
     return {name: 1e3 * median(values) for name, values in times.items()}
 
 
