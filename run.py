@@ -77,7 +77,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--rank-cap", type=rank_cap, default=8, metavar="K",
                        help="tokens kept at each depth of the tree, or none; default: %(default)s")
     group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
-    group.add_argument("--attention", choices=("sdpa", "static", "flex"), default="sdpa")
+    group.add_argument("--attention", choices=("sdpa", "static", "flex"),
+                       help="default: sdpa on a CPU, flex on a GPU")
+    group.add_argument("--eager", action="store_true", help="on a GPU: compile and capture nothing")
     group = parser.add_argument_group("output")
     group.add_argument("--show-tree", action="store_true", help="each round's packed tree, then the text")
     group.add_argument("--compare", action="store_true", help="all methods on the prompt, side by side")
@@ -185,7 +187,8 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = choice.tokenizer()
     prompt_ids = encode_prompt(arguments, tokenizer)
     target, draft = choice.load(placement)
-    decoder = Decoder(target, draft, attention=arguments.attention)
+    compile = False if arguments.eager else None
+    decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
     options = {
         name: getattr(arguments, name)
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "rank_cap", "verifier")

@@ -493,9 +493,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft-model", help="likewise; default: the head known for the target")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
-    parser.add_argument("--attention", help="sdpa or static")
+    parser.add_argument("--attention", help="sdpa, static or flex; default: what the device runs best")
+    parser.add_argument("--eager", action="store_true", help="on a GPU: compile and capture nothing")
     parser.add_argument("--out", type=Path, metavar="FILE.json",
                         help="write everything there, and the table beside it")
+    parser.add_argument("--gpu-check", action="store_true",
+                        help="instead of prompts: measure a GPU with random weights; --out is a directory then")
+    parser.add_argument("--shape", default="qwen3-8b", help="of --gpu-check; tiny rehearses it on any device")
     return parser.parse_args(argv)
 
 
@@ -505,6 +509,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
+    if arguments.gpu_check:
+        from minicast import gpu_check
+
+        return gpu_check.main(arguments)
     prompts = read_prompts(arguments.prompts, arguments.limit)
     arms = [Arm(method, arguments.width if method == "cast" else 0) for method in arguments.methods]
     placement = Placement.choose(arguments.device, arguments.dtype)
@@ -517,6 +525,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "weights": choice.source(),
         "placement": str(placement),
         "attention": arguments.attention,
+        "eager": arguments.eager,
         "arms": [str(arm) for arm in arms],
         "prompts": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in arguments.prompts},
         "limit": arguments.limit,
@@ -529,7 +538,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     journal = Journal(arguments.out and arguments.out.with_suffix(".journal.jsonl"), settings)
 
     target, draft = choice.load(placement)
-    decoder = Decoder(target, draft, attention=arguments.attention)
+    compile = False if arguments.eager else None
+    decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
     warm_up(decoder, arms, prompt_ids[0], options)
     before = measure_floor(target)
     run_prompts(decoder, arms, prompts, prompt_ids, arguments.repeats, arguments.seed, options, journal)

@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from minicast import gpu_check
+from minicast import bench, gpu_check
 from minicast.gpu_check import STAGES, Findings, Stage, launch, main, run_stage
 from model.errors import UserError
 from model.random_weights import SHAPES, random_pair
@@ -66,6 +66,14 @@ def test_a_stage_that_hangs_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setitem(STAGES, "g", Stage(STAGES["g"].run, 0.05))
     launch("g", "tiny", Findings(tmp_path))
     assert json.loads((tmp_path / "gpu-check.json").read_text())["g"] == {"stopped": "after 0.05 s"}
+
+
+def test_the_flag_of_bench_leads_here(monkeypatch):
+    """`python -m minicast.bench --gpu-check` is what people are told to type."""
+    seen = []
+    monkeypatch.setattr(gpu_check, "main", lambda arguments: seen.append(arguments) or 0)
+    assert bench.main(["--gpu-check", "--out", "there", "--shape", "tiny"]) == 0
+    assert (str(seen[0].out), seen[0].shape) == ("there", "tiny")
 
 
 def test_without_a_gpu_only_a_rehearsal_runs(tmp_path):

@@ -188,6 +188,20 @@ def test_explain_and_reprobe(cli, monkeypatch):
     assert len(probed) == 1
 
 
+def test_eager_flag_reaches_the_decoder(cli, spy, monkeypatch):
+    """Without it the decoder decides, by its device."""
+    original, seen = Decoder.__init__, []
+
+    def init(self, *models, **options):
+        seen.append(options["compile"])
+        original(self, *models, **options)
+
+    monkeypatch.setattr(Decoder, "__init__", init)
+    cli()
+    cli("--eager")
+    assert seen == [None, False]
+
+
 def test_prompt_flags_reach_the_template(cli, spy, models, monkeypatch):
     tokenizer = load_tokenizer(models[0])
     cases = {
@@ -246,7 +260,7 @@ def test_every_flag_has_a_spy():
     """A flag that is added without a test above, or below for the output's, fails here."""
     watched = {option for _, option, _ in DECODING} | {"attention", "prompt", "system", "enable_thinking"}
     watched |= {"raw", "model", "draft_model", "device", "dtype", "show_tree", "compare", "json", "help"}
-    watched |= {"explain", "reprobe"}
+    watched |= {"explain", "reprobe", "eager"}
     assert {action.dest for action in parser_actions()} == watched
 
 
