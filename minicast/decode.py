@@ -423,10 +423,10 @@ class Decoder:
         opened = None if request.tap else self._clock()
         tree, settled = None, Settled([], [], emitted[0])
         while True:
+            if emitted[-1] < 0:
+                self.reset()  # not-a-number left in a cache would survive masking
+                raise UserError(NON_FINITE)
             emitted, ended = cut(emitted, room - len(output.token_ids), stop_ids)  # 7 emit
-            fault = FAULTS.get(emitted[-1])
-            if fault:
-                emitted.pop()
             token_ids += emitted
             output.token_ids += emitted
             state.keep(min(state.prefix, len(token_ids)))  # what was cut must not be inherited by a next turn
@@ -437,12 +437,7 @@ class Decoder:
                 policy.observe(tree.width, len(emitted))
             output.wall_seconds = time.perf_counter() - started
             reason = "eos" if ended else full if len(output.token_ids) == room else None
-            yield Round(emitted, min(max(len(settled.tokens) - 1, 0), len(emitted)), tree, settled.path, reason)
-            if self.output is not output:
-                raise UserError("another answer was begun on this decoder: give each a decoder of its own")
-            if fault:
-                self.reset()  # not-a-number left in a cache would survive masking
-                raise UserError(fault)
+            yield Round(emitted, min(len(settled.tokens) - 1, len(emitted)), tree, settled.path, reason)
             if reason:
                 output.stop_reason = reason
                 return
