@@ -14,6 +14,7 @@ chosen in `width`; this module holds the state and the order of things.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from graphs.capture import CompiledLayer, CudaRecorder, Graphs, to_host
 from graphs.masks import BODIES, CAUSAL, EVERYTHING, TILE
 from minicast.methods import METHODS, Method, Proposal, best_first, chain, no_tree
 from minicast.sampling import SamplingParams
-from minicast.tree import Tree
+from minicast.tree import NonFinite, Tree
 from minicast.verify import siblings, target_choices, visit, walk
 from minicast.width import MAX_WIDTH, UNINFORMED, FixedWidth, clamp_width
+from model.config import check_pair
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.transformer import KVCache, Target, Window
@@ -32,7 +34,10 @@ from model.transformer import KVCache, Target, Window
 MAX_ROWS = MAX_WIDTH + 1  # packed rows of the widest tree
 BUCKETS = (1, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # packed rows that static rounds are padded to
 PREFILL_ROWS = 512  # prompt positions a pass: bounds the memory of a long prompt
-NON_FINITE = "the target gave non-finite logits; try --dtype float32, or check the checkpoint"
+FAULTS = {  # what a round reports in place of the next token
+    -1: "the target gave non-finite logits; try --dtype float32, or check the checkpoint",
+    -2: "the drafter gave non-finite scores; check its checkpoint, or use method 'ar'",
+}
 
 
 @dataclass
@@ -265,7 +270,10 @@ def pack(state: State, tree: Tree) -> None:
 def propose(state: State, request: Request, token_ids: Sequence[int], width: int) -> Tree:
     """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
     proposal = Proposal(token_ids, width, request.rank_cap, lambda: draft(state), state.static, state.P.device)
-    tree = request.method(proposal).to(state.P.device)
+    try:
+        tree = request.method(proposal).to(state.P.device)
+    except NonFinite as error:  # builders of fixed shape cannot raise: `settle` reports for them
+        raise UserError(FAULTS[-2]) from error
     pack(state, tree)
     return tree
 
@@ -274,7 +282,7 @@ def settle(state: State, request: Request, n: int) -> Tensor:
     """Steps 4–6: verify the pack's first n rows, walk, commit the accepted path.
 
     Returns what the host needs to know as one tensor (2 + 2M,) int64, M rows of path at most: A, the target's own
-    next token (-1: its logits are not finite), the path's tokens (M,) and its packed rows (M,), of which the first
+    next token (below 0: a key of FAULTS), the path's tokens (M,) and its packed rows (M,), of which the first
     A + 1 count. `Settled.read` is its reader.
     """
     tokens, parents, depths, visible = state.tokens[:n], state.parents[:n], state.depths[:n], state.visible[:n, :n]
@@ -288,7 +296,8 @@ def settle(state: State, request: Request, n: int) -> Tensor:
     if request.stochastic and n > 1:
         children = siblings(tokens, parents, state.log_mass[:n], min(n - 1, request.rank_cap or n - 1))
     if request.params.greedy or state.static:
-        choices = target_choices(logits, request.params, state.P + 1 + depths, children, state.seed)
+        positions = state.P + 1 + state.rows[: deepest + 1]
+        choices = target_choices(logits, request.params, positions, children, state.seed, depths)
         walked = walk(tokens, parents, visible, choices, deepest)
     else:  # a choice is a pass over the vocabulary: make it only at the rows visited
         walked = visit(tokens, parents, logits, request.params, state.P, children, deepest)
@@ -299,7 +308,8 @@ def settle(state: State, request: Request, n: int) -> Tensor:
         state.features.index_copy_(1, slots, features.index_select(1, walked.path))
     state.P += walked.accepted + 1
     state.root.copy_(walked.next_root)
-    return torch.cat((torch.stack((walked.accepted, walked.next_root)), tokens[walked.path], walked.path))
+    next_token = torch.where(state.log_mass[:n].isnan().any(), -2, walked.next_root)  # a key of FAULTS
+    return torch.cat((torch.stack((walked.accepted, next_token)), tokens[walked.path], walked.path))
 
 
 @dataclass(frozen=True)
@@ -309,7 +319,7 @@ class Settled:
     Attributes:
         tokens: b and the accepted tokens, now committed
         path: their packed rows
-        next_token: the target's own, the new b; -1 where its logits are not finite
+        next_token: the target's own, the new b; or a key of FAULTS
     """
 
     tokens: list[int]
@@ -330,6 +340,14 @@ def cut(tokens: list[int], room: int, stop_ids: Sequence[int]) -> tuple[list[int
         if token in stop_ids:
             return tokens[:count], True
     return tokens[:room], False
+
+
+def checked(build, *values):
+    """What `build` makes of the values; a value that it refuses is a usage error."""
+    try:
+        return build(*values)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 class Decoder:
@@ -358,6 +376,13 @@ class Decoder:
             raise UsageError(f"unknown attention {name!r}: choose from {', '.join(BODIES)}")
         if cuda and compile and not BODIES[name].static:
             raise UsageError(f"graphs cannot hold attention {name!r}: choose static or flex, or do not compile")
+        if draft:
+            check_pair(draft.config, target.config)
+            if draft.block_size > MAX_ROWS or draft.dtype != target.dtype:
+                raise UsageError(
+                    f"a head of block size {draft.block_size} in {draft.dtype} does not go with this decoder: "
+                    f"at most {MAX_ROWS}, and the target's {target.dtype}"
+                )
         self.target, self.draft, self.max_length = target, draft, max_length
         self.state = State(target, draft, BODIES[name](CompiledLayer() if compile else None))
         self.graphs = Graphs(CudaRecorder(target.device)) if cuda and compile else None
@@ -411,7 +436,7 @@ class Decoder:
         started = time.perf_counter()
         state, output = self.state, Output(stop_reason=full)
         self.output = output
-        params = SamplingParams(temperature, top_k, top_p, seed)
+        params = checked(SamplingParams, temperature, top_k, top_p, seed)
         request = self._request(method, policy.width, rank_cap, params, verifier)
         if room == 0:
             return
@@ -423,10 +448,10 @@ class Decoder:
         opened = None if request.tap else self._clock()
         tree, settled = None, Settled([], [], emitted[0])
         while True:
-            if emitted[-1] < 0:
-                self.reset()  # not-a-number left in a cache would survive masking
-                raise UserError(NON_FINITE)
             emitted, ended = cut(emitted, room - len(output.token_ids), stop_ids)  # 7 emit
+            fault = FAULTS.get(emitted[-1])
+            if fault:
+                emitted.pop()
             token_ids += emitted
             output.token_ids += emitted
             state.keep(min(state.prefix, len(token_ids)))  # what was cut must not be inherited by a next turn
@@ -437,7 +462,12 @@ class Decoder:
                 policy.observe(tree.width, len(emitted))
             output.wall_seconds = time.perf_counter() - started
             reason = "eos" if ended else full if len(output.token_ids) == room else None
-            yield Round(emitted, min(len(settled.tokens) - 1, len(emitted)), tree, settled.path, reason)
+            yield Round(emitted, min(max(len(settled.tokens) - 1, 0), len(emitted)), tree, settled.path, reason)
+            if self.output is not output:
+                raise UserError("another answer was begun on this decoder: give each a decoder of its own")
+            if fault:
+                self.reset()  # not-a-number left in a cache would survive masking
+                raise UserError(fault)
             if reason:
                 output.stop_reason = reason
                 return
@@ -449,8 +479,8 @@ class Decoder:
 
     def _policy(self, method: str | Method, width: int | str, prompt_tokens: int, new_tokens: int):
         """What chooses each round's width, see `minicast.width`. The first of a deployment measures costs."""
-        if isinstance(width, int):
-            return FixedWidth(clamp_width(width))
+        if isinstance(width, Integral):
+            return FixedWidth(checked(clamp_width, width))
         if width not in ("auto", "round"):
             raise UsageError(f"unknown width {width!r}: choose auto, round or a number from 0 to {MAX_WIDTH}")
         own_method = callable(method) and method not in METHODS.values()
@@ -472,6 +502,8 @@ class Decoder:
             method = no_tree
         if self.draft is None and method in (chain, best_first):
             raise UsageError("this method needs a draft head; give one, or use method 'ar'")
+        if rank_cap is not None and rank_cap < 1:
+            raise UsageError(f"rank_cap must be at least 1, or None to keep all ranks, got {rank_cap}")
         if verifier not in ("direct", "stochastic"):
             raise UsageError(f"unknown verifier {verifier!r}: choose from direct, stochastic")
         return Request(
@@ -488,6 +520,8 @@ class Decoder:
         length, context = len(prompt_ids), self.target.context
         if length == 0:
             raise UsageError("the prompt has no tokens; give at least one")
+        if not all(0 <= token < self.target.vocab_size for token in prompt_ids):
+            raise UsageError(f"the prompt has ids outside the target's vocabulary of {self.target.vocab_size}")
         if length > context:
             raise UsageError(f"the prompt has {length} tokens, the target's context is {context}; shorten the prompt")
         if max_new_tokens < 0:

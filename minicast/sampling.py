@@ -21,6 +21,7 @@ inside a CUDA graph, on all of them.
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -54,11 +55,11 @@ class SamplingParams:
 
 
 def _is_integer(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value) -> bool:
-    return _is_integer(value) or isinstance(value, float)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def choose(logits: Tensor, params: SamplingParams, noise: Tensor | None = None) -> Tensor:

@@ -26,6 +26,10 @@ import torch
 from torch.nn.functional import pad
 
 
+class NonFinite(ValueError):
+    """log q holds NaN or +inf, so that no order of prefixes means anything."""
+
+
 @dataclass(frozen=True)
 class Tree:
     """N nodes, best first: a parent comes before its children, and the first M nodes are a tree as well."""
@@ -125,7 +129,7 @@ def ranked_tree(tokens: torch.Tensor, log_q: torch.Tensor, width: int) -> Tree:
     """
     ranked = log_q.tolist()
     if not all(row[0] < inf for row in ranked if row):  # NaN ranks first, and compares false
-        raise ValueError("the drafter's log q is not finite: NaN or +inf")
+        raise NonFinite("the drafter's log q is not finite: NaN or +inf")
     device = log_q.device
     slots, parents, log_mass = (values.to(device) for values in expand(ranked, width))
     return Tree(

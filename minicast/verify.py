@@ -213,7 +213,7 @@ def acceptance(p: Tensor, log_q: Tensor) -> Tensor:
 
 def target_choices(
     logits: Tensor, params: SamplingParams, positions: Tensor, children: Siblings | None = None,
-    seed: Tensor | None = None,
+    seed: Tensor | None = None, depths: Tensor | None = None,
 ) -> Tensor:
     """The target's choice at each row, by whatever rule the request asks for.
 
@@ -221,12 +221,15 @@ def target_choices(
     positions: (rows,) int64, absolute position of the token chosen at each row
     children:  (rows, K) for the stochastic verifier, None for the direct walk; not read when greedy
     seed:      (1,) int64 on the device, for a graph that serves any seed; None: that of `params`
+    depths:    (rows,) int64; with it `positions` is (L + 1,), one a depth: rows of a depth share their noise
     Returns (rows,) int64; -1 at a row whose logits are not finite.
     """
     if params.greedy:
         return choose(logits, params)
     seed = params.seed if seed is None else seed
     noise = gumbel_noise(seed, positions, logits.shape[1])
+    if depths is not None:
+        positions, noise = positions.index_select(0, depths), noise.index_select(0, depths)
     if children is None:
         return choose(logits, params, noise)
     return stochastic_choices(log_probabilities(logits, params), children, seed, positions, noise)
@@ -237,6 +240,9 @@ def visit(
     children: Siblings | None, max_depth: int,
 ) -> Walk:
     """`walk` by `target_choices` made one at a time on the host, only at the rows visited (`walk_rows`).
+
+    It reads the pack, and each choice, to the host: for a CPU, where a choice costs a pass over the vocabulary and
+    a read costs nothing.
 
     tokens, parents: (n,) int64 as in `walk`; logits: (n, V); P: (1,) int64, position of b
     """

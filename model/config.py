@@ -34,7 +34,11 @@ KINDS = {
 }
 
 # Another value than these would change the computation.
-NEUTRAL = {"hidden_act": "silu", "sliding_window": None, "draft_vocab_size": None, "attention_sinks": False}
+NEUTRAL = {
+    "hidden_act": "silu", "sliding_window": None, "draft_vocab_size": None, "attention_sinks": False,
+    "final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0,
+    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": None,
+}  # fmt: skip
 ROPE_NEUTRAL = {"partial_rotary_factor": 1.0, "rope_interleaved": False, "truncate": True}
 
 # What a rope setting of each kind holds beside its theta; another key would change the angles.

@@ -47,6 +47,10 @@ class DraftHead(nn.Module):
     def mask_token_id(self) -> int:
         return self.config.mask_token_id
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
     def extend(self, features: Tensor, cache: KVCache, slots: Tensor) -> None:
         """Append committed positions: features (B, T, F) of positions `slots` (T,) become keys and values there."""
         fused = self.hidden_norm(self.fc(features))

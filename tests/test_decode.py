@@ -382,7 +382,7 @@ def test_a_round_copies_to_the_host_once_and_the_tree_once(models, monkeypatch):
             return original(self, *arguments)
 
         monkeypatch.setattr(torch.Tensor, name, spy)
-    rounds = decoder.stream(prompt_of(5), max_new_tokens=30)
+    rounds = decoder.stream(prompt_of(5), width=15, max_new_tokens=30)
     next(rounds)
     calls.clear()
     next(rounds)
@@ -439,3 +439,60 @@ def test_extreme_temperatures_and_nuclei_are_greedy(models):
     greedy = decoder.generate(prompt_of(6), method="ar", max_new_tokens=20).token_ids
     for options in ({"temperature": 1e-30}, {"temperature": 1e-320}, {"temperature": 1.0, "top_p": 1e-9}):
         assert decoder.generate(prompt_of(6), max_new_tokens=20, **options).token_ids == greedy
+
+
+def test_requests_that_cannot_be_served_are_usage_errors(models):
+    """Raw tracebacks, or values that one body refuses and another runs with."""
+    decoder = Decoder(*models)
+    for options in (
+        dict(rank_cap=0), dict(width=-1), dict(width=3.5), dict(width="wide"), dict(temperature=-1.0), dict(top_p=2.0),
+        dict(method="beam"), dict(verifier="none"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError):
+            decoder.generate(prompt_of(5), max_new_tokens=4, **options)
+    with pytest.raises(UsageError, match="vocabulary"):
+        decoder.generate([5, VOCABULARY], max_new_tokens=4)
+
+
+def test_a_head_that_does_not_fit_is_refused():
+    """Shapes that happen to agree run for a while, or fail with a message about tensors."""
+    with pytest.raises(UsageError, match="block size"):
+        Decoder(tiny_target(), tiny_draft(block_size=300))
+    with pytest.raises(UsageError, match="float64"):
+        Decoder(tiny_target(), tiny_draft().double())
+    foreign = tiny_draft()
+    foreign.config = DraftConfig(**{**vars(foreign.config), "target_layers": 36})
+    with pytest.raises(UserError):
+        Decoder(tiny_target(), foreign)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_drafter_without_finite_scores_is_an_error(models, body):
+    """A tree ordered by not-a-number; a static builder cannot raise, and must not go on as AR in silence."""
+    draft = tiny_draft()
+    draft.norm.weight.data[0] = torch.nan
+    with pytest.raises(UserError, match="drafter"):
+        Decoder(models[0], draft, attention=body).generate(prompt_of(5), width=15, max_new_tokens=10)
+
+
+def test_a_second_answer_ends_the_first(models):
+    """Two streams over one decoder would go on over each other's caches."""
+    decoder = Decoder(*models)
+    first = decoder.stream(prompt_of(5), width=7, max_new_tokens=20)
+    next(first)
+    second = decoder.stream(prompt_of(6, 1), width=7, max_new_tokens=20)
+    next(second)
+    with pytest.raises(UserError, match="another answer"):
+        list(first)
+    assert len([token for step in second for token in step.token_ids]) == 19
+
+
+def test_a_sampled_round_reads_one_choice_a_visited_row(models, monkeypatch):
+    """On a CPU a read costs nothing and a choice a pass over the vocabulary; no row that is not visited pays."""
+    decoder, reads = Decoder(*models), []
+    item = torch.Tensor.item
+    rounds = decoder.stream(prompt_of(5), width=15, temperature=1.0, max_new_tokens=30)
+    next(rounds)
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: reads.append(1) or item(self))
+    step = next(rounds)
+    assert len(reads) == len(step.path)
