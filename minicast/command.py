@@ -104,6 +104,7 @@ class Choice:
         if not drafts:
             return cls(target, None, pair)
         if draft is None and pair is None:
+            hub.local_directory(target)  # a wrong path is the nearer mistake
             raise UsageError(f"no draft head is known for {target}: name one with --draft-model, or use ar")
         return cls(target, draft or pair.name, pair)
 

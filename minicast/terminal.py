@@ -104,9 +104,9 @@ class Answer:
         ]
 
     def _widths(self) -> str:
-        """The width asked for; where it was left to the decoder, what it took, too."""
+        """The width in use; where it was left to the decoder, how often it took which."""
         if isinstance(self.width, int):
-            return str(self.width)
+            return str(max(self.output.widths))  # not as asked for: it may have been beyond the widest tree
         counts = sorted(Counter(self.output.widths).items(), reverse=True)
         return f"{self.width}: " + ", ".join(f"{N} in {rounds} rounds" for N, rounds in counts)
 

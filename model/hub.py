@@ -140,6 +140,11 @@ def resolve(name: str | os.PathLike, kind: str, progress: default_model.Progress
         if checkpoint is None:
             return default_model.default_model(progress)
         name = os.fspath(checkpoint)
+    return local_directory(name) or cached_snapshot(name, kind) or download(name, kind)
+
+
+def local_directory(name: str) -> Path | None:
+    """The directory that `name` is, or None where it is a hub id; an error where it can be neither."""
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
@@ -152,7 +157,7 @@ def resolve(name: str | os.PathLike, kind: str, progress: default_model.Progress
             f"unknown model {name!r}: give a known name ({', '.join(pair.name for pair in PAIRS)}), "
             "a directory, or a hub id such as Qwen/Qwen3-8B"
         )
-    return cached_snapshot(name, kind) or download(name, kind)
+    return None
 
 
 def source(name: str | os.PathLike, kind: str) -> str:
