@@ -176,14 +176,14 @@ def test_replay_has_the_decoders_rounds(tmp_path, target, draft):
     generator = torch.Generator().manual_seed(6)
     for _ in range(3):
         prompt = torch.randint(0, 256, (6,), generator=generator).tolist()
-        response = Decoder(target).generate(prompt, method="ar", max_new_tokens=40).token_ids
+        response = Decoder(target).generate(prompt, method="ar", max_new_tokens=24).token_ids
         example = Example(tuple(prompt), tuple(response), "")
         _, features = target.score(example.tokens, (0, 1))
         reading = Reading(features, torch.empty(0), torch.empty(0))
         rounds = replay(trained, target, example, reading)
         decoder = Decoder(target, draft)
-        chain = decoder.generate(prompt, method="dflash", max_new_tokens=40).round_lengths
-        tree = decoder.generate(prompt, method="cast", width=WIDTH, max_new_tokens=40).round_lengths
+        chain = decoder.generate(prompt, method="dflash", max_new_tokens=24).round_lengths
+        tree = decoder.generate(prompt, method="cast", width=WIDTH, max_new_tokens=24).round_lengths
         assert rounds == {"chain": chain, "tree": tree}
 
 
@@ -265,5 +265,5 @@ def test_a_head_learns_a_repeating_grammar_within_a_minute(tmp_path):
     assert start["chain"] < 1.2
     assert end["chain"] >= 3
     head = load_draft(tmp_path / "head", device="cpu")
-    rounds = Decoder(target, head).generate(prompts[0], method="dflash", max_new_tokens=40).round_lengths
+    rounds = Decoder(target, head).generate(prompts[0], method="dflash", max_new_tokens=24).round_lengths
     assert sum(rounds) / len(rounds) >= 2
