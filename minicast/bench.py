@@ -1,9 +1,9 @@
 """Time methods against each other on prompts of several domains (paper, Appendix D).
 
-    python -m minicast.bench --prompts FILE... --methods ar,dflash,cast --width 15
+    python -m minicast.bench --prompts FILE... --methods ar,dflash,cast --widths 7,15,auto
 
 All methods run in one loop on every prompt, in random order, caches empty before each, and their tokens are
-compared. Reported are the paper's decode-only time, beside it the wall time from prompt to last token, and
+compared, sampled ones too: the same seed gives the same text by every method. Reported are the paper's decode-only time, beside it the wall time from prompt to last token, and
 the streaming floor of this machine, measured in the same run. A killed run goes on where it was.
 
 The clocks of an answer are in `minicast.decode`, the definitions of the figures in `minicast.figures`.
@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,11 +30,25 @@ import torch
 from tqdm import tqdm
 
 from minicast.command import DTYPES, Choice, Placement, guarded
-from minicast.decode import Decoder, Output
-from minicast.figures import Departure, Record, Row, located, round_ms, summarise, table
+from minicast.decode import Decoder, Output, checked
+from minicast.figures import (
+    Departure,
+    Prediction,
+    Record,
+    Row,
+    difference_lines,
+    located,
+    prediction_table,
+    predictions,
+    round_ms,
+    summarise,
+    summary,
+    table,
+)
 from minicast.methods import METHODS
 from minicast.sampling import SamplingParams, gumbel_noise, shape_logits
 from minicast.tree import ranked_tree
+from minicast.width import MAX_WIDTH
 from model.errors import UsageError, UserError
 from model.linear import Linear
 from model.transformer import Target
@@ -50,10 +64,10 @@ SAMPLING = ("temperature", "top_k", "top_p", "seed")
 
 @dataclass(frozen=True)
 class Arm:
-    """One competitor: a method, and for "cast" the width N."""
+    """One competitor: a method, and for "cast" the width N, "auto" or "round"."""
 
     method: str
-    width: int = 0
+    width: int | str = 0
 
     def __str__(self) -> str:
         return f"cast N={self.width}" if self.method == "cast" else self.method
@@ -229,7 +243,10 @@ def run_prompts(
     options: dict,
     journal: Journal,
 ) -> None:
-    """Measure what the journal does not hold yet. prompt_ids: the prompts, encoded."""
+    """Measure what the journal does not hold yet. prompt_ids: the prompts, encoded.
+
+    Each repeat samples with a seed of its own.
+    """
     finished = {(record.repeat, record.prompt) for record in journal.records}
     bar = tqdm(total=repeats * len(prompts), unit="prompt", file=sys.stderr, disable=None)
     bar.update(len(finished))
@@ -241,7 +258,8 @@ def run_prompts(
             order = list(arms)
             random.Random(f"{seed} {repeat} {index}").shuffle(order)
             where = (prompt.domain, index, repeat)
-            journal.append(contest(decoder, arms, prompt_ids[index], options, order, *where))
+            seeded = options | {"seed": seed + repeat}
+            journal.append(contest(decoder, arms, prompt_ids[index], seeded, order, *where))
             bar.update()
     bar.close()
 
@@ -378,6 +396,7 @@ class Report:
         ar_over_floor: an AR step over the streaming floor; None without "ar"
         outside_share: by arm, the part of a round spent in no model, see `Share`
         tree_builder_ms: see `measure_tree_builder`
+        predictions: of the arms that chose their own width, beside the widths swept
         failures: departures that rounding does not explain, for people
     """
 
@@ -388,20 +407,28 @@ class Report:
     outside_share: dict[str, float]
     tree_builder_ms: float
     rows: list[Row]
+    predictions: list[Prediction]
     records: list[Record]
     failures: list[str]
 
     def to_json(self) -> str:
-        floor = {"ms": self.floor.ms, "ms_in_32_bits": self.floor.ms_in_32_bits}
-        values = asdict(self)
-        values["floor"] |= floor
-        return json.dumps(values, indent=1) + "\n"
+        """Everything but tokens and rounds one by one; an answer a line."""
+        values = asdict(replace(self, records=[]))
+        values["floor"] |= {"ms": self.floor.ms, "ms_in_32_bits": self.floor.ms_in_32_bits}
+        del values["records"]
+        records = ",\n  ".join(json.dumps(summary(record)) for record in self.records)
+        return json.dumps(values, indent=1).removesuffix("\n}") + f',\n "records": [\n  {records}\n ]\n}}\n'
 
     def to_markdown(self) -> str:
-        return "\n".join([*table(self.rows), "", *(f"- {line}" for line in self.notes())]) + "\n"
+        lines = [*table(self.rows), ""]
+        if self.predictions:
+            lines += [*prediction_table(self.predictions), ""]
+        return "\n".join([*lines, *(f"- {line}" for line in self.notes())]) + "\n"
 
     def notes(self) -> Iterator[str]:
-        floor, departed = self.floor, [record for record in self.records if record.departure]
+        yield from self.text_lines()
+        yield from difference_lines(self.rows)
+        floor = self.floor
         yield (
             f"streaming floor {floor.ms:.1f} ms a token: {floor.weight_bytes / 1e6:.0f} MB of weights at "
             f"{floor.bytes_per_second / 1e9:.1f} GB/s ({floor.ms_in_32_bits:.1f} ms if held in 32 bits)"
@@ -411,17 +438,39 @@ class Report:
         for arm, share in self.outside_share.items():
             yield f"{arm}: {share:.1%} of a round is spent outside the models"
         yield f"best-first tree, 127 nodes, depth 15, 8 ranks: {self.tree_builder_ms:.3f} ms without ranking"
-        yield f"answers that depart from the reference: {len(departed)} of {len(self.records)}"
-        for record in departed:
-            yield located(record)
         yield (
             "ms a token: decoding time over new tokens; the clock opens after prefill and, where something "
             "is drafted, after the first draft; speedup t_AR / t, gain t_DFlash / t - 1. Mean of prompts: of "
             "their own ratios, with a 95 % bootstrap interval. The mean row averages the domains' ratios. "
-            "Break-even: the R at which a round would only just pay"
+            "Break-even: the R at which a round would only just pay. R - R of DFlash: mean over prompts of "
+            "the difference, with such an interval"
         )
+        if self.predictions:
+            yield (
+                "predicted N: of most rounds that drafted. Oracle: the fastest of the fixed widths swept, AR "
+                "being N = 0. Gap: how far the oracle is ahead, in points, hundredths of a speedup over AR or "
+                "of a gain over DFlash; mean of prompts as above"
+            )
         for name, value in self.environment.items():
             yield f"{name}: {value}"
+
+    def text_lines(self) -> Iterator[str]:
+        """How tokens were chosen, and whether all arms gave the same."""
+        options, (reference, *others) = self.settings["options"], self.settings["arms"]
+        if options["temperature"] > 0:
+            limits = "".join(f", {name} {options[name]}" for name in ("top_k", "top_p") if options[name])
+            seeds = f"seed {options['seed']}" + (" + repeat" if self.settings["repeats"] > 1 else "")
+            yield f"sampled at T = {options['temperature']:g}{limits}, {seeds}, {options['verifier']} verifier"
+            if options["verifier"] == "stochastic":
+                yield "the stochastic verifier draws other tokens of the same law: texts are not compared"
+                return
+        departed = [record for record in self.records if record.departure]
+        compared = sum(record.arm != reference for record in self.records)
+        if others:
+            equal = "all texts are equal" if not departed else f"{len(departed)} texts differ"
+            yield f"{equal}: {compared} answers compared, token by token, with those of {reference}"
+        for record in departed:
+            yield located(record)
 
 
 def environment(placement: Placement, source: str, command: Sequence[str]) -> dict:
@@ -478,17 +527,30 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"must be some of {','.join(METHODS)}, got {text}")
         return names
 
+    def widths(text: str) -> list[int | str]:
+        names = text.split(",")
+        values = [name if name in ("auto", "round") else int(name) for name in names]
+        if len(set(values)) < len(values) or not all(1 <= N <= MAX_WIDTH for N in values if isinstance(N, int)):
+            raise argparse.ArgumentTypeError(f"must be auto, round or from 1 to {MAX_WIDTH}, each once, got {text}")
+        return values
+
     parser = argparse.ArgumentParser(prog="python -m minicast.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", nargs="+", type=Path, default=[PROMPTS], metavar="FILE",
                         help="JSONL with prompt, question, text, problem or turns; a line's domain is its "
                         "own, else the file's name; default: a small set of our own")
     parser.add_argument("--limit", type=at_least(1), metavar="K", help="only a domain's first K prompts")
     parser.add_argument("--methods", type=methods, default=list(METHODS), help="default: ar,dflash,cast")
-    parser.add_argument("--width", type=at_least(1), default=15, metavar="N",
-                        help="of cast; default: %(default)s")
+    parser.add_argument("--width", "--widths", dest="widths", type=widths, default=[15], metavar="N,N,...",
+                        help="of cast, an arm each: numbers, auto (one that pays on this machine) or round "
+                        "(one for each round); default: 15")
     parser.add_argument("--max-new-tokens", type=at_least(2), default=128, help="default: %(default)s")
     parser.add_argument("--repeats", type=at_least(1), default=1, help="default: %(default)s")
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of the methods' order and the bootstrap")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
+    parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--top-p", type=float, metavar="P")
+    parser.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
+    parser.add_argument("--seed", type=at_least(0), default=0,
+                        help="of samples, where each repeat adds 1, of the methods' order and of the bootstrap")
     parser.add_argument("--model", help="directory, hub id or known name")
     parser.add_argument("--draft-model", help="likewise; default: the head known for the target")
     parser.add_argument("--device", default="auto")
@@ -513,14 +575,26 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         from minicast import gpu_check
 
         return gpu_check.main(arguments)
+    sampling = checked(
+        SamplingParams, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
+    )
     prompts = read_prompts(arguments.prompts, arguments.limit)
-    arms = [Arm(method, arguments.width if method == "cast" else 0) for method in arguments.methods]
+    arms = [
+        Arm(method, width)
+        for method in arguments.methods
+        for width in (arguments.widths if method == "cast" else [0])
+    ]
     placement = Placement.choose(arguments.device, arguments.dtype)
     drafts = arguments.methods != ["ar"]
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
     tokenizer = choice.tokenizer()
     prompt_ids = [tokenizer.encode_chat(prompt.text) for prompt in prompts]
-    options = {"max_new_tokens": arguments.max_new_tokens, "stop_ids": tokenizer.stop_ids}
+    options = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "stop_ids": tokenizer.stop_ids,
+        "verifier": arguments.verifier,
+        **asdict(sampling),
+    }
     settings = {
         "weights": choice.source(),
         "placement": str(placement),
@@ -547,6 +621,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
 
     autoregressive = [record for record in journal.records if record.arm == "ar"]
     failures = [record for record in journal.records if is_failure(record.departure, target.dtype)]
+    rows = summarise(journal.records, arguments.seed)
     report = Report(
         settings,
         environment(placement, choice.source(), command),
@@ -554,7 +629,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         round_ms(autoregressive) / floor.ms if autoregressive else None,
         {str(arm): measure_share(decoder, arm, prompt_ids[0], options).outside for arm in arms},
         measure_tree_builder(),
-        summarise(journal.records, arguments.seed),
+        rows,
+        predictions(journal.records, rows, arguments.seed),
         journal.records,
         [located(record) for record in failures],
     )

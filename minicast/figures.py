@@ -9,7 +9,7 @@ It is arithmetic on records: it decodes nothing and reads no clock.
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -87,6 +87,7 @@ class Row:
         speedup, wall_speedup: AR's ms a token over this one's, by either time
         prompt_speedup: the mean of the prompts' speedups
         gain, prompt_gain: DFlash's ms a token over this one's, less 1
+        R_difference: the mean over prompts of R less DFlash's
     """
 
     domain: str
@@ -101,6 +102,34 @@ class Row:
     prompt_speedup: Estimate | None = None
     gain: float | None = None
     prompt_gain: Estimate | None = None
+    R_difference: Estimate | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A width that the decoder chose for itself, beside the best of the fixed ones in the same run.
+
+    Attributes:
+        domain: MEAN: over all of them
+        arm: which chose its width
+        width: N of most rounds that drafted; 0, AR: none did
+        drafted: share of rounds that drafted
+        speedup: over AR
+        oracle, oracle_speedup: the fastest arm of a fixed width; AR is one, with N = 0
+        gap: how far the oracle is ahead, in points, hundredths of a speedup; prompt_gap: of prompts, the mean
+        gain_gap: the same in hundredths of a gain over DFlash; None without it
+    """
+
+    domain: str
+    arm: str
+    width: int
+    drafted: float
+    speedup: float
+    oracle: str
+    oracle_speedup: float
+    gap: float
+    prompt_gap: Estimate | None
+    gain_gap: float | None
 
 
 Cells = dict[tuple[str, str], list[Record]]  # by domain and arm
@@ -108,11 +137,16 @@ Cells = dict[tuple[str, str], list[Record]]  # by domain and arm
 
 def summarise(records: Sequence[Record], seed: int) -> list[Row]:
     """The rows of the table by domain and arm, in the records' order; the averages last."""
+    cells = _cells(records)
+    rows = [_row(domain, arm, cells, seed) for domain, arm in cells]
+    return rows + [_mean_row(arm, rows, cells, seed) for arm in dict.fromkeys(arm for _, arm in cells)]
+
+
+def _cells(records: Sequence[Record]) -> Cells:
     cells: Cells = {}
     for record in records:
         cells.setdefault((record.domain, record.arm), []).append(record)
-    rows = [_row(domain, arm, cells, seed) for domain, arm in cells]
-    return rows + [_mean_row(arm, rows, cells, seed) for arm in dict.fromkeys(arm for _, arm in cells)]
+    return cells
 
 
 def _row(domain: str, arm: str, cells: Cells, seed: int) -> Row:
@@ -132,6 +166,7 @@ def _row(domain: str, arm: str, cells: Cells, seed: int) -> Row:
         prompt_speedup=bootstrap([prompt_ratios(ar, own)], seed),
         gain=None if gain is None else gain - 1,
         prompt_gain=bootstrap([prompt_ratios(dflash, own) - 1], seed),
+        R_difference=bootstrap([committed_differences(dflash, own)], seed),
     )
 
 
@@ -142,10 +177,8 @@ def _mean_row(arm: str, rows: Sequence[Row], cells: Cells, seed: int) -> Row:
         values = [getattr(row, name) for row in own]
         return None if None in values else statistics.fmean(values)
 
-    def ratios(reference: str) -> list[Tensor]:
-        return [
-            prompt_ratios(_rival(cells, row.domain, arm, reference), cells[row.domain, arm]) for row in own
-        ]
+    def prompts(figure: Callable[..., Tensor], reference: str) -> list[Tensor]:
+        return [figure(_rival(cells, row.domain, arm, reference), cells[row.domain, arm]) for row in own]
 
     return Row(
         MEAN,
@@ -154,15 +187,79 @@ def _mean_row(arm: str, rows: Sequence[Row], cells: Cells, seed: int) -> Row:
         break_even=mean("break_even"),
         speedup=mean("speedup"),
         wall_speedup=mean("wall_speedup"),
-        prompt_speedup=bootstrap(ratios("ar"), seed),
+        prompt_speedup=bootstrap(prompts(prompt_ratios, "ar"), seed),
         gain=mean("gain"),
-        prompt_gain=bootstrap([values - 1 for values in ratios("dflash")], seed),
+        prompt_gain=bootstrap([ratios - 1 for ratios in prompts(prompt_ratios, "dflash")], seed),
+        R_difference=bootstrap(prompts(committed_differences, "dflash"), seed),
     )
 
 
 def _rival(cells: Cells, domain: str, arm: str, reference: str) -> list[Record]:
     """The reference's records, where `arm` is measured against it: never against itself, nor AR at all."""
     return [] if arm in ("ar", reference) else cells.get((domain, reference), [])
+
+
+def predictions(records: Sequence[Record], rows: Sequence[Row], seed: int) -> list[Prediction]:
+    """Of every arm that chose its width, by domain, MEAN last; rows: from `summarise`.
+
+    None without AR and a swept width to compare with.
+    """
+    cells = _cells(records)
+    speedups = {(row.domain, row.arm): 1.0 if row.arm == "ar" else row.speedup for row in rows}
+    domains = list(dict.fromkeys(record.domain for record in records))
+    arms = list(dict.fromkeys(arm for _, arm in cells))
+    swept = [arm for arm in arms if arm == "ar" or chosen_width(arm).isdigit()]
+    if "ar" not in swept or len(swept) < 2 or None in speedups.values():
+        return []
+    return [
+        _prediction(domain, arm, domains if domain == MEAN else [domain], swept, cells, speedups, seed)
+        for domain in [*domains, MEAN]
+        for arm in arms
+        if chosen_width(arm) in ("auto", "round")
+    ]
+
+
+def _prediction(
+    domain: str,
+    arm: str,
+    members: Sequence[str],
+    swept: Sequence[str],
+    cells: Cells,
+    speedups: dict[tuple[str, str], float],
+    seed: int,
+) -> Prediction:
+    """members: the domains that `domain` stands for; speedups: by domain and arm."""
+    oracle = max(swept, key=lambda rival: speedups[domain, rival])
+    ahead = [100 * (speedups[member, oracle] - speedups[member, arm]) for member in members]
+    chains = [speedups.get((member, "dflash")) for member in members]
+    widths = [N for member in members for record in cells[member, arm] for N in record.output.widths]
+    drafted = [N for N in widths if N > 0]
+
+    def gap(ar: Sequence[Record], best: Sequence[Record], own: Sequence[Record]) -> float | None:
+        speeds = [over(ms_per_token(ar), ms_per_token(records)) for records in (best, own)]
+        return None if None in speeds else 100 * (speeds[0] - speeds[1])
+
+    return Prediction(
+        domain,
+        arm,
+        width=statistics.mode(drafted) if drafted else 0,
+        drafted=len(drafted) / len(widths),
+        speedup=speedups[domain, arm],
+        oracle=oracle,
+        oracle_speedup=speedups[domain, oracle],
+        gap=statistics.fmean(ahead),
+        prompt_gap=bootstrap(
+            [per_prompt(gap, *(cells[member, each] for each in ("ar", oracle, arm))) for member in members], seed
+        ),
+        gain_gap=None if None in chains else statistics.fmean(
+            points / chain for points, chain in zip(ahead, chains)
+        ),
+    )
+
+
+def chosen_width(arm: str) -> str:
+    """What follows "N=" in an arm's name: a number, "auto", "round", or nothing."""
+    return arm.partition(" N=")[2]
 
 
 def over(numerator: float | None, denominator: float | None) -> float | None:
@@ -186,10 +283,10 @@ def committed(records: Sequence[Record]) -> float | None:
     return statistics.fmean(lengths) if lengths else None
 
 
-def prompt_ratios(reference: Sequence[Record], own: Sequence[Record]) -> Tensor:
-    """(prompts,) float64: each prompt's ms a token by `reference` over that by `own`, means over repeats.
+def per_prompt(figure: Callable[..., float | None], *arms: Sequence[Record]) -> Tensor:
+    """(prompts,) float64: a figure of each prompt's records, which are given arm by arm, repeats together.
 
-    A prompt whose answer ended with its first token has no decoding time, and is left out.
+    A prompt that has no such figure is left out: an answer that ended with its first token has no rounds.
     """
 
     def by_prompt(records: Sequence[Record]) -> dict[int, list[Record]]:
@@ -198,24 +295,49 @@ def prompt_ratios(reference: Sequence[Record], own: Sequence[Record]) -> Tensor:
             groups.setdefault(record.prompt, []).append(record)
         return groups
 
-    theirs, ours = by_prompt(reference), by_prompt(own)
-    shared = [prompt for prompt in ours if prompt in theirs]
-    ratios = [over(ms_per_token(theirs[prompt]), ms_per_token(ours[prompt])) for prompt in shared]
-    return torch.tensor([ratio for ratio in ratios if ratio is not None], dtype=torch.float64)
+    groups = [by_prompt(records) for records in arms]
+    shared = [prompt for prompt in groups[-1] if all(prompt in group for group in groups)]
+    values = [figure(*(group[prompt] for group in groups)) for prompt in shared]
+    return torch.tensor([value for value in values if value is not None], dtype=torch.float64)
 
 
-def bootstrap(ratios: Sequence[Tensor], seed: int) -> Estimate | None:
-    """The mean of the domains' means, resampling prompts within each. ratios: (prompts,) of each domain."""
-    if not all(len(values) for values in ratios):
+def prompt_ratios(reference: Sequence[Record], own: Sequence[Record]) -> Tensor:
+    """(prompts,) float64: each prompt's ms a token by `reference` over that by `own`."""
+    return per_prompt(lambda theirs, ours: over(ms_per_token(theirs), ms_per_token(ours)), reference, own)
+
+
+def committed_differences(reference: Sequence[Record], own: Sequence[Record]) -> Tensor:
+    """(prompts,) float64: each prompt's R by `own` less that by `reference`."""
+
+    def difference(theirs: Sequence[Record], ours: Sequence[Record]) -> float | None:
+        lengths = committed(theirs), committed(ours)
+        return None if None in lengths else lengths[1] - lengths[0]
+
+    return per_prompt(difference, reference, own)
+
+
+def bootstrap(figures: Sequence[Tensor], seed: int) -> Estimate | None:
+    """The mean of the domains' means, resampling prompts within each. figures: (prompts,) of each domain."""
+    if not all(len(values) for values in figures):
         return None
     generator = torch.Generator().manual_seed(seed)
     means = []
-    for values in ratios:
+    for values in figures:
         drawn = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
         means.append(values[drawn].mean(1))  # (RESAMPLES,)
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
     low, high = torch.stack(means).mean(0).quantile(ends).tolist()
-    return Estimate(statistics.fmean(values.mean().item() for values in ratios), low, high)
+    return Estimate(statistics.fmean(values.mean().item() for values in figures), low, high)
+
+
+def summary(record: Record) -> dict:
+    """A record for JSON, with counts in place of its tokens and rounds; widths stay where they were chosen."""
+    output = asdict(record.output)
+    widths = output.pop("widths")
+    counts = {"tokens": len(output.pop("token_ids")), "rounds": len(output.pop("round_lengths"))}
+    if chosen_width(record.arm) in ("auto", "round"):
+        counts["widths"] = widths
+    return asdict(record) | {"output": counts | output}
 
 
 def comparison(records: Sequence[Record]) -> list[dict]:
@@ -261,11 +383,10 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     heads = (
         "domain", "method", "ms/token", "wall ms/token", "R", "break-even R",
         "speedup over AR", "by wall time", "mean of prompts", "gain over DFlash", "mean of prompts",
+        "R - R of DFlash",
     )
-    yield f"| {' | '.join(heads)} |"
-    yield "|---|---|" + "---:|" * (len(heads) - 2)
-    for row in rows:
-        cells = [
+    yield from _markdown(heads, [
+        [
             row.domain,
             row.arm,
             number(row.ms_per_token),
@@ -277,8 +398,50 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             str(row.prompt_speedup or ""),
             number(row.gain),
             str(row.prompt_gain or ""),
+            str(row.R_difference or ""),
         ]
+        for row in rows
+    ])
+
+
+def prediction_table(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Lines of Markdown."""
+    heads = (
+        "domain", "method", "predicted N", "rounds drafted", "speedup over AR", "oracle", "its speedup",
+        "gap, points", "mean of prompts", "gap in gain over DFlash",
+    )
+    yield from _markdown(heads, [
+        [
+            each.domain,
+            each.arm,
+            str(each.width or "0 (AR)"),
+            f"{each.drafted:.0%}",
+            number(each.speedup),
+            each.oracle,
+            number(each.oracle_speedup),
+            number(each.gap),
+            str(each.prompt_gap or ""),
+            number(each.gain_gap),
+        ]
+        for each in predictions
+    ])
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A table whose first two columns are names."""
+    yield f"| {' | '.join(heads)} |"
+    yield "|---|---|" + "---:|" * (len(heads) - 2)
+    for cells in rows:
         yield f"| {' | '.join(cells)} |"
+
+
+def difference_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Whether trees commit more a round than the chain: by the interval over all domains."""
+    for row in rows:
+        found = row.R_difference
+        if row.domain == MEAN and found:
+            verdict = "lies above 0" if found.low > 0 else "lies below 0" if found.high < 0 else "contains 0"
+            yield f"R of {row.arm} less R of dflash, over all prompts: {found}, an interval that {verdict}"
 
 
 def number(value: float | None) -> str:
