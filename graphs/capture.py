@@ -1,25 +1,27 @@
 """What makes a round fast on a GPU: layers compiled, and the round's two functions replayed from CUDA graphs.
 
-Between two products of a decoding step there is little to compute and much to launch: run from Python, a round of
-Qwen3-8B spends nine tenths of its time starting kernels. Two things take that away. Compiling a layer fuses what lies
-between its products (`CompiledLayer`). Capturing a function of the round records its kernels once, with their
-addresses and constants, and from then on starts all of them with one call (`Graphs`).
+Between two products of a decoding step there is little to compute and much to launch: run from Python, a
+round of Qwen3-8B spends nine tenths of its time starting kernels. Two things take that away. Compiling a layer
+fuses what lies between its products (`CompiledLayer`). Capturing a function of the round records its kernels
+once, with their addresses and constants, and from then on starts all of them with one call (`Graphs`).
 
 What a graph can hold, and why the code it holds looks as it does:
 
-- Addresses are fixed: whatever changes from round to round is written into buffers that never move. Caches do not
-  grow in place: when they must, all graphs are dropped and recorded again.
-- Shapes are fixed: there is a graph for each packed-row bucket, and a pack is padded to the first that holds it.
+- Addresses are fixed: whatever changes from round to round is written into buffers that never move. Caches do
+  not grow in place: when they must, all graphs are dropped and recorded again.
+- Shapes are fixed: there is a graph for each packed-row bucket, and a pack is padded to the first that holds
+  it.
 - Host values are constants: the prefix length, the pending root, the seed and the tree are read from tensors.
   What a graph may not read from the host goes into the key that it is kept under.
 - Nothing inside waits for the device: no `.item()`, no shape that depends on data, no copy from host memory.
 
-Recording runs nothing, and is preceded by runs that compile, tune and allocate, on the real buffers: these are put
-back afterwards, and what warm-up left in the caches lies above the committed prefix. Graphs share one pool of
-memory, since no two run at once; so an output is read, or copied, before the next replay. Larger graphs leave room that
-smaller ones fit into: who knows that several will be needed asks for the largest first.
+Recording runs nothing, and is preceded by runs that compile, tune and allocate, on the real buffers: these
+are put back afterwards, and what warm-up left in the caches lies above the committed prefix. Graphs share one
+pool of memory, since no two run at once; so an output is read, or copied, before the next replay. Larger
+graphs leave room that smaller ones fit into: who knows that several will be needed asks for the largest
+first.
 
-Nothing here knows what a round is: see `minicast.decode`, which runs the same two functions uncaptured on a CPU.
+Nothing here knows what a round is: `minicast.decode` does, and runs the same functions uncaptured on a CPU.
 """
 
 import sys
@@ -42,8 +44,10 @@ MAX_GRAPHS = 64  # kept at once: a request's few, for several widths and ways of
 class CompiledLayer:
     """Runs any layer of a target or a drafter, compiled once for each shape of a pass: `Window.layer`.
 
-    All layers of a model are one function with other weights, so that the first compiles for all of them. Where
-    compiling fails, for want of a compiler mostly, there is one warning, and layers run as they are written.
+    All layers of a model are one function with other weights, so that the first compiles for all of them.
+    Passes over the live slice have a new shape each time: the second leaves the sizes open that changed.
+    Where compiling fails, for want of a compiler mostly, there is one warning, and layers run as they are
+    written.
     """
 
     def __init__(self, backend: str | Callable = "inductor"):
@@ -52,17 +56,19 @@ class CompiledLayer:
         self.many = torch.compile(Layer.forward, fullgraph=True, dynamic=False, backend=backend)
         self.one = self.many
         if backend == "inductor":
-            # A product with one row is a sum of rows of the weight: a generated kernel streams it faster than cuBLAS.
+            # With one row a generated kernel streams the weight faster than cuBLAS does.
             options = {"coordinate_descent_tuning": True}
             self.one = torch.compile(Layer.forward, fullgraph=True, dynamic=False, options=options)
+        self.open = torch.compile(Layer.forward, fullgraph=True, backend=backend)
         self.failed = False
 
     def __call__(self, layer: Layer, x: Tensor, rope: tuple[Tensor, Tensor], cache, window) -> Tensor:
         """As `Layer.forward`: x (B, T, H) -> (B, T, H)."""
         if self.failed:
             return layer(x, rope, cache, window)
+        run = self.open if window.live is not None else self.one if x.shape[1] == 1 else self.many
         try:
-            return (self.one if x.shape[1] == 1 else self.many)(layer, x, rope, cache, window)
+            return run(layer, x, rope, cache, window)
         except torch._dynamo.exc.RecompileError:
             raise
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -86,7 +92,7 @@ def to_host(values: Tensor) -> Tensor:
 
 @dataclass
 class Captured:
-    """A recorded function. `output` is what it returned while recorded: its tensors are those that replays fill."""
+    """A recorded function. `output` is what it returned while recorded: replays fill its tensors."""
 
     graph: Any
     output: Any
@@ -145,12 +151,12 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, function: Callable[[], Any]) -> None:
-        """Run for the side effects: kernels compiled and loaded, workspaces allocated on the recording stream."""
+        """Run for the side effects: kernels compiled, workspaces allocated on the recording stream."""
         with self._on_stream():
             function()
 
     def record(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """The graph of `function`, and what it returned. Everything is compiled by now, or else that is an error."""
+        """The graph of `function`, and what it returned. What is not compiled by now is an error."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device), torch.compiler.set_stance("fail_on_recompile"):
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):

@@ -1,16 +1,17 @@
 """What each row of a pass may see, behind one name for every attention body.
 
-Every pass of a round is the same shape: n new rows over P committed positions. Each row sees the whole prefix,
-and of the new rows those that `visible` (n, n) marks:
+Every pass of a round is the same shape: n new rows over P committed positions. Each row sees the whole
+prefix, and of the new rows those that `visible` (n, n) marks:
 
     prompt chunk     CAUSAL, the lower triangle (a chunk is a chain)
     packed tree      the ancestor matrix (paper, Lemma 1; a chain and a single step are special cases)
     draft block      EVERYTHING (DFlash: bidirectional inside the block)
 
-A body turns that into a `Window`. `LiveSlice` reads only the slots that exist and needs the host's P. `FullCache`
-reads the whole cache under an explicit mask and depends on the device's P alone, so that it could be captured; it
-is slower, and the oracle for the others. `Flex` is what a GPU runs: the mask is a function that the attention
-kernel calls, and the blocks of the cache that hold nothing are never read. None knows what the rows mean.
+A body turns that into a `Window`. `LiveSlice` reads only the slots that exist and needs the host's P.
+`FullCache` reads the whole cache under an explicit mask and depends on the device's P alone, so that it could
+be captured; it is slower, and the oracle for the others. `Flex` is what a GPU runs: the mask is a function
+that the attention kernel calls, and the blocks of the cache that hold nothing are never read. None knows what
+the rows mean.
 """
 
 from collections.abc import Callable
@@ -37,8 +38,9 @@ def matrix(visible: Tensor | str, rows: Tensor) -> Tensor:
 class LiveSlice:
     """Scaled dot-product attention over the P + n slots in use: the default on a CPU.
 
-    Each body hands on `layer`, which runs a layer compiled (see `graphs.capture`); None runs it as it is written.
-    A prompt chunk always runs so: it may have any length, and compiling for each would take longer than it saves.
+    Each body hands on `layer`, which runs a layer compiled (see `graphs.capture`); None runs it as it is
+    written. A prompt chunk always runs so: it may have any length, and compiling for each would take longer
+    than it saves.
     """
 
     static = False
@@ -66,7 +68,7 @@ class LiveSlice:
 
 
 class FullCache:
-    """Scaled dot-product attention over all S slots under an explicit (n, S) mask: static shapes, no host value."""
+    """Scaled dot-product attention over all S slots under a mask (n, S): static shapes, no host value."""
 
     static = True
 
@@ -83,7 +85,7 @@ class FullCache:
 
 
 def sees(P: Tensor, visible: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-    """Whether packed `row` sees cache `slot`: in the prefix, or a marked new row. Index tensors broadcast -> bool."""
+    """Whether `row` sees cache `slot`: in the prefix, or a marked new row. Index tensors broadcast -> bool."""
     n = visible.shape[0]
     offset = slot - P
     inside = (offset >= 0) & (offset < n)
@@ -96,16 +98,17 @@ TILE = 128  # rows and slots of a tile that a block mask lists or leaves out; ca
 WORD = 64   # bits of an int64
 FOLD = 64   # rows of one batch where a pass is folded, see below
 
-# How the kernel is laid out, by the largest number of rows it is for. On CUDA, FlexAttention has two kernels. The one
-# for short queries splits the cache between SPLIT_KV programs, and has to: one decoder has too few heads to fill a
-# GPU. It takes fewer than 128 rows, in tiles of BLOCK_M query vectors, where the heads that share a key head lie
-# side by side. Left to itself it wants a single tile, and finds no layout from 33 rows of 4 heads on. The other
-# kernel does not split the cache, so 128 rows run as a batch of two times 64 over the one cache.
+# How the kernel is laid out, by the largest number of rows it is for. On CUDA, FlexAttention has two kernels.
+# The one for short queries splits the cache between SPLIT_KV programs, and has to: one decoder has too few
+# heads to fill a GPU. It takes fewer than 128 rows, in tiles of BLOCK_M query vectors, where the heads that
+# share a key head lie side by side. Left to itself it wants a single tile, and finds no layout from 33 rows
+# of 4 heads on. The other kernel does not split the cache, so 128 rows run as a batch of two times 64 over
+# the one cache.
 #
-# BLOCK_M divides TILE and is divided by the heads of a group; BLOCK_N divides TILE. With more tiles of rows it takes
-# fewer splits to fill the GPU, and each split writes and reads D fp32 values a row and head. Stages overlap loading
-# with products; torch's own default for Hopper is 1, by an oversight. The figures are estimates: `bench --gpu-check`
-# sweeps them.
+# BLOCK_M divides TILE and is divided by the heads of a group; BLOCK_N divides TILE. With more tiles of rows
+# it takes fewer splits to fill the GPU, and each split writes and reads D fp32 values a row and head. Stages
+# overlap loading with products; torch's own default for Hopper is 1, by an oversight. The figures are
+# estimates: `bench --gpu-check` sweeps them.
 KERNELS = {
     1: {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT_KV": 32, "num_warps": 4, "num_stages": 3},
     16: {"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT_KV": 16, "num_warps": 4, "num_stages": 3},
@@ -115,10 +118,10 @@ KERNELS = {
 
 
 class Flex:
-    """FlexAttention over the slots in use: static shapes, no host value, and nothing built from round to round.
+    """FlexAttention over the slots in use: static shapes, no host value, nothing built from round to round.
 
-    It exists in compiled layers only. Elsewhere its mask is materialised, which is slow, so where layers are compiled
-    a prompt chunk, which is not, takes the live slice instead.
+    It exists in compiled layers only. Elsewhere its mask is materialised, which is slow, so where layers are
+    compiled a prompt chunk, which is not, takes the live slice instead.
     """
 
     static = True
@@ -128,7 +131,7 @@ class Flex:
         self.masks: dict[tuple, BitMask] = {}
 
     def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:
-        """As `LiveSlice.window`. The windows of one shape share buffers: each call ends the use of the last."""
+        """As `LiveSlice.window`. Windows of one shape share buffers: each call ends the use of the last."""
         if visible is CAUSAL and self.layer:
             return LiveSlice().window(P, prefix, offsets, visible, slots)
         n = offsets.shape[0]
@@ -148,11 +151,12 @@ class Flex:
 class BitMask:
     """The mask of n rows over S slots as functions of buffers, which a round fills in place.
 
-    FlexAttention asks for two things: a function of (row, slot), and for each tile of rows the list of tiles of
-    slots where the function is to be called. Here the function reads P and the rows' bits from buffers, and the
-    list is 0, 1, 2, … with a length. So one block mask serves all rounds of a shape: nothing is built, compiled or
-    captured again when P and the tree change. A third list could name tiles that need no function, but with it
-    the kernel splits the whole cache between its programs, however little of it is in use.
+    FlexAttention asks for two things: a function of (row, slot), and for each tile of rows the list of tiles
+    of slots where the function is to be called. Here the function reads P and the rows' bits from buffers, and
+    the list is 0, 1, 2, … with a length. So one block mask serves all rounds of a shape: nothing is built,
+    compiled or captured again when P and the tree change. A third list could name tiles that need no
+    function, but with it the kernel splits the whole cache between its programs, however little of it is in
+    use.
 
     Attributes:
         P: () int64; bits: (n, 2) int64 from `packed_bits`; written by `fill`, read by the mask function

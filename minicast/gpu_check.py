@@ -1,11 +1,13 @@
 """Everything to ask of a GPU in one short visit: `python -m minicast.bench --gpu-check --out DIR`.
 
-Stages run in order, each in a process of its own under its own time limit, so that one that hangs or leaves the
-device broken costs nobody else's result. What a stage finds is written at once, to DIR/gpu-check.json and, as
-a table, DIR/gpu-check.md. Models have published shapes and random weights: latencies are real, texts are not.
-`--shape tiny` runs the same stages on a tiny model, on any device: a rehearsal, whose figures mean nothing.
+Stages run in order, each in a process of its own under its own time limit, so that one that hangs or leaves
+the device broken costs nobody else's result. What a stage finds is written at once, to DIR/gpu-check.json
+and, as a table, DIR/gpu-check.md. Models have published shapes and random weights: latencies are real, texts
+are not. `--shape tiny` runs the same stages on a tiny model, on any device: a rehearsal, whose figures mean
+nothing.
 
-Beside each time stands its floor: the bytes that the pass has to read, over the copy bandwidth of this device.
+Beside each time stands its floor: the bytes that the pass has to read, over the copy bandwidth of this
+    device.
 """
 
 import argparse
@@ -159,7 +161,8 @@ def attention_of(check: Check, n: int, prefix: int, options: dict | None = None)
 
 
 def tokens(check: Check) -> None:
-    """In float32 every replayed method gives eager AR's tokens: after changes of prefix, tree, seed and length."""
+    """In float32 every replayed method gives eager AR's tokens: after changes of prefix, tree, seed and
+    length."""
     pair = random_pair("tiny" if check.tiny else "small", torch.float32, check.device)
     eager, fast = Decoder(pair[0], compile=False), check.decoder(pair, max_length=256)
     count = check.size(40, 5)
@@ -216,7 +219,8 @@ def latencies(check: Check) -> None:
         passes.propose(63)
         passes.settle(64)
 
-    check.timed("round of cast, N = 63", check.milliseconds(cast_round), draft_bytes + settle_bytes(target, prefix))
+    round_bytes = draft_bytes + settle_bytes(target, prefix)
+    check.timed("round of cast, N = 63", check.milliseconds(cast_round), round_bytes)
     passes.close()
     for kind, each in (("replayed", decoder), ("eager", Decoder(*pair, compile=False))):
         out = each.generate(PROMPT * (prefix // len(PROMPT)), method="ar", max_new_tokens=check.size(48, 4))
@@ -229,7 +233,8 @@ def latencies(check: Check) -> None:
 def profile(check: Check) -> None:
     """Where a round's time goes: kernels of `propose` and `settle`, and the time between them."""
     prefix = check.size(1024, 64)
-    decoder = check.decoder(random_pair(check.name, check.dtype, check.device), max_length=check.size(2048, 256))
+    pair = random_pair(check.name, check.dtype, check.device)
+    decoder = check.decoder(pair, max_length=check.size(2048, 256))
     passes = Passes(decoder, prefix, check.size(1536, 128))
     activities = [torch.profiler.ProfilerActivity.CPU]
     if check.device.type == "cuda":
@@ -262,7 +267,8 @@ def more_latencies(check: Check) -> None:
     decoder = check.decoder(pair, max_length=check.size(8192, 512))
     passes = Passes(decoder, short, long + 64)
     for n in (96, 65, 48, 32, 24):
-        check.timed(f"verify {n} rows", check.milliseconds(partial(passes.settle, n)), settle_bytes(target, short))
+        ms = check.milliseconds(partial(passes.settle, n))
+        check.timed(f"verify {n} rows", ms, settle_bytes(target, short))
     for width in (127, 31, 15):
         ms = check.milliseconds(partial(passes.propose, width))
         check.timed(f"draft and a tree of {width}", ms, propose_bytes(target, draft, short))
@@ -287,7 +293,8 @@ def more_latencies(check: Check) -> None:
 
 
 def kernels(check: Check) -> None:
-    """Layouts of the attention kernel, one layer of the large shape: those of `KERNELS` and their neighbours."""
+    """Layouts of the attention kernel, one layer of the large shape: those of `KERNELS` and their
+    neighbours."""
     heads, kv_heads, D = check.size(32, 4), check.size(8, 2), check.size(128, 16)
     prefix, slots = check.size(1024, 64), check.size(4224, 256)
     dtype, device = check.dtype, check.device
@@ -296,8 +303,8 @@ def kernels(check: Check) -> None:
         q = torch.randn(1, heads, n, D, dtype=dtype, device=device)
         visible = torch.ones(n, n, dtype=torch.bool, device=device).tril()
         usual = BitMask(n, slots, visible, device).options
-        changes = [{}] + [{"SPLIT_KV": split} for split in (4, 8, 16, 32)] + [{"num_warps": 8}, {"BLOCK_M": 128}]
-        changes += [{"BLOCK_M": 32}, {"BLOCK_N": 128}, {"num_stages": 2}]
+        changes = [{}] + [{"SPLIT_KV": split} for split in (4, 8, 16, 32)] + [{"num_warps": 8}]
+        changes += [{"BLOCK_M": 32}, {"BLOCK_M": 128}, {"BLOCK_N": 128}, {"num_stages": 2}]
         for change in changes if not check.tiny else changes[:1]:
             options = usual | change
             mask = BitMask(n, slots, visible, device, options)

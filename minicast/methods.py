@@ -3,10 +3,10 @@
 A method is a function from a `Proposal`, which says what may be looked at, to a `Tree`. A fork that drafts or
 branches differently is one more such function, given to `Decoder.generate(method=…)` as it is.
 
-On a GPU a round is replayed from CUDA graphs, and what a graph holds may not look at a value on the host: there
-`proposal.static` is true, and the methods here build the same tree from operations of fixed shape. A method that
-does so, too, and reads neither `token_ids` nor anything else that changes from round to round, says so with
-`@capturable`. Any other runs as it is, and only the rest of the round is replayed.
+On a GPU a round is replayed from CUDA graphs, and what a graph holds may not look at a value on the host:
+there `proposal.static` is true, and the methods here build the same tree from operations of fixed shape. A
+method that does so, too, and reads neither `token_ids` nor anything else that changes from round to round, says
+so with `@capturable`. Any other runs as it is, and only the rest of the round is replayed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from minicast.tree import Tree, best_first_tree, candidate_pairs, chain_tree, device_chain, device_tree, top_ranked
+from minicast.tree import (
+    Tree, best_first_tree, candidate_pairs, chain_tree, device_chain, device_tree, top_ranked,
+)
 
 
 @dataclass
@@ -74,7 +76,8 @@ def best_first(proposal: Proposal) -> Tree:
     return device_tree(tokens, log_q, proposal.width, pairs)
 
 
-kept_pairs = lru_cache(maxsize=None)(candidate_pairs)  # made on the host, so before a graph is captured, and kept
+# Made on the host, so before a graph is captured, and kept as long as a graph may read them.
+kept_pairs = lru_cache(maxsize=None)(candidate_pairs)
 
 
 METHODS: dict[str, Method] = {"ar": no_tree, "dflash": chain, "cast": best_first}

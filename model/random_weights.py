@@ -33,7 +33,8 @@ def _shape(target: dict, draft: dict, shared: dict) -> Shape:
 
 SHAPES = {
     "qwen3-8b": _shape(
-        dict(intermediate=12288, layers=36, eps=1e-6, rope=Rope(1e6), qk_norm=True, family="qwen3", tied=False),
+        dict(intermediate=12288, layers=36, eps=1e-6, rope=Rope(1e6), qk_norm=True, family="qwen3",
+             tied=False),
         dict(intermediate=12288, layers=5, block_size=16, taps=(1, 9, 17, 25, 33), mask_token_id=151669),
         dict(vocab_size=151936, hidden=4096, heads=32, kv_heads=8, head_dim=128, context=40960),
     ),

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from graphs.masks import CAUSAL, EVERYTHING, KERNELS, TILE, BitMask, Flex, FullCache, LiveSlice, flex, packed_bits
+from graphs.masks import (
+    CAUSAL, EVERYTHING, KERNELS, TILE, BitMask, Flex, FullCache, LiveSlice, flex, packed_bits,
+)
 from minicast.tree import ancestor_matrix
 from model.transformer import dot_product_attention
 
@@ -32,8 +34,9 @@ def prefixes(n: int, slots: int) -> list[int]:
 
 @pytest.mark.parametrize("n, slots", SHAPES)
 def test_the_mask_function_is_the_ancestor_matrix(n, slots):
-    """One object serves every round: prefix and tree change in place. Shifts by an unclamped slot, the sign bit of
-    a word, a row counted within its fold, or a value kept from the round before would each show here."""
+    """One object serves every round: prefix and tree change in place. Shifts by an unclamped slot, the sign
+    bit of a word, a row counted within its fold, or a value kept from the round before would each show
+    here."""
     visible = random_tree(n, 0)
     mask = BitMask(n, slots, visible, "cpu")
     for seed, P in enumerate(prefixes(n, slots)):
@@ -45,7 +48,8 @@ def test_the_mask_function_is_the_ancestor_matrix(n, slots):
 @pytest.mark.parametrize("n, slots", SHAPES)
 @pytest.mark.parametrize("kind", [CAUSAL, EVERYTHING])
 def test_the_masks_of_a_prompt_chunk_and_of_a_draft_block(n, slots, kind):
-    """Causal among the new rows, or all of them both ways; never a slot behind them, where old scratch lies."""
+    """Causal among the new rows, or all of them both ways; never a slot behind them, where old scratch
+    lies."""
     everything = torch.ones(n, n, dtype=torch.bool)
     visible = everything.tril() if kind == CAUSAL else everything
     mask = BitMask(n, slots, kind, "cpu")
@@ -89,7 +93,8 @@ def test_windows_of_one_shape_share_their_buffers():
 
 
 def test_all_bodies_attend_alike():
-    """Folding 128 rows into two batches, and each body's own mask, leave the numbers of one plain attention."""
+    """Folding 128 rows into two batches, and each body's own mask, leave the numbers of one plain
+    attention."""
     generator = torch.Generator().manual_seed(0)
     for n, P in ((1, 40), (16, 120), (128, 77)):
         q = torch.randn(1, 4, n, 16, generator=generator)
@@ -105,7 +110,8 @@ def test_all_bodies_attend_alike():
 
 
 def test_kernel_layouts_obey_the_kernels_rules():
-    """A tile of rows holds whole groups of heads and divides the block mask's; a wrong one fails on the GPU only."""
+    """A tile of rows holds whole groups of heads and divides the block mask's; a wrong one fails on the GPU
+    only."""
     for options in KERNELS.values():
         assert TILE % options["BLOCK_M"] == 0 and TILE % options["BLOCK_N"] == 0
         assert all(options["BLOCK_M"] % group == 0 for group in (1, 2, 4, 8))
@@ -117,7 +123,8 @@ def test_kernel_layouts_obey_the_kernels_rules():
 
 
 def test_compiled_flex_attention_equals_sdpa():
-    """The call itself, compiled: block mask, folds, grouped heads, and a changed prefix without compiling again."""
+    """The call itself, compiled: block mask, folds, grouped heads, and a changed prefix without compiling
+    again."""
     compiled = torch.compile(flex, fullgraph=True, dynamic=False)
     generator = torch.Generator().manual_seed(0)
     n, slots = 128, 256
