@@ -36,7 +36,7 @@ def block_states(draft: DraftHead, target: Target, features: Tensor, roots: Tens
     places = torch.arange(length, device=anchors.device)
     positions = anchors[..., None] + torch.arange(size, device=anchors.device)
     context_rope = draft.rotary(places, x.dtype)
-    block_rope = [part.unflatten(0, (batch, count * size)) for part in draft.rotary(positions.flatten(), x.dtype)]
+    block_rope = [part.unflatten(0, (batch, 1, -1)) for part in draft.rotary(positions.flatten(), x.dtype)]
     hidden_from = torch.where(places < anchors[..., None], 0.0, -torch.inf).to(x.dtype)  # (B, A, T)
     context = draft.hidden_norm(draft.fc(features.to(x.dtype)))
     for layer in draft.layers:
@@ -53,8 +53,8 @@ def context_keys(attention: Attention, context: Tensor, rope: tuple[Tensor, Tens
     skip = attention.heads * attention.head_dim
     bias = attention.qkv_proj.bias
     heads = F.linear(context, attention.qkv_proj.weight[skip:], None if bias is None else bias[skip:])
-    k, v = heads.unflatten(-1, (-1, attention.head_dim)).chunk(2, dim=2)
-    return rotate(attention.k_norm(k), *rope).transpose(1, 2), v.transpose(1, 2)
+    k, v = heads.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2).chunk(2, dim=1)
+    return rotate(attention.k_norm(k), *rope), v
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:

@@ -102,16 +102,16 @@ class Rotary(nn.Module):
         self.frequencies = frequencies  # a plain attribute: .to(bfloat16) of the model must not round it
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions (T,) -> cos (T, 1, D) and signed sin (T, 1, D): the first half of sin is negated."""
+        """positions (T,) -> cos (T, D) and signed sin (T, D): the first half of sin is negated."""
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
-        angles = positions[:, None, None].float() * self.frequencies
+        angles = positions[:, None].float() * self.frequencies
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotate x (B, T, heads, D); halves swap by a roll, and the sign lives in `signed_sin`."""
+    """Rotate x (B, heads, T, D); halves swap by a roll, and the sign lives in `signed_sin`."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 
@@ -151,13 +151,15 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, H) -> q (B, Hq, T, D), k and v (B, Hkv, T, D), normed and rotated."""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, Hq + 2 Hkv, T, D)
+        first_v = self.heads + self.kv_heads
         if self.q_norm is None:
-            q, k = rotate(heads[:, :, : self.heads + self.kv_heads], *rope).split((self.heads, self.kv_heads), dim=2)
+            rotated = rotate(heads[:, :first_v], *rope)
+            q, k = rotated[:, : self.heads], rotated[:, self.heads :]
         else:
-            q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            q = rotate(self.q_norm(heads[:, : self.heads]), *rope)
+            k = rotate(self.k_norm(heads[:, self.heads : first_v]), *rope)
+        return q, k, heads[:, first_v:]
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor] | None, window) -> Tensor:
         """x (B, T, H) -> (B, T, H). Without a cache: plain causal attention over the T rows."""
