@@ -198,30 +198,34 @@ class MassCurve:
 
     Attributes:
         masses: (MAX_WIDTH,) by rank, best first; chain_masses: (L,) of the top-1 prefix by depth
+        accepted: (MAX_WIDTH,) in what share of the rounds the target took that candidate; empty: not known
         rounds: how many they are means of
     """
 
     masses: list[float]
     chain_masses: list[float]
+    accepted: list[float]
     rounds: int = 0
 
     @classmethod
     def empty(cls, depth: int) -> "MassCurve":
-        return cls([0.0] * MAX_WIDTH, [0.0] * depth)
+        return cls([0.0] * MAX_WIDTH, [0.0] * depth, [])
 
     @classmethod
     def read(cls, path: Path, depth: int) -> "MassCurve":
-        """From a JSON object with these three names. ValueError if it is none, or of another block depth."""
-        values = json.loads(path.read_text(encoding="utf-8"))
+        """From a JSON object with these names, `accepted` if it has it. ValueError if it is of another block depth."""
+        values = {"accepted": []} | json.loads(path.read_text(encoding="utf-8"))
         try:
-            curve = cls(*([float(mass) for mass in values[name]] for name in ("masses", "chain_masses")))
+            curve = cls(*([float(share) for share in values[name]] for name in ("masses", "chain_masses", "accepted")))
             curve.rounds = int(values["rounds"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{error} is missing or of another kind") from error
         if len(curve.masses) > MAX_WIDTH or len(curve.chain_masses) != depth:
             raise ValueError(f"it is of a block of {len(curve.chain_masses) + 1}, the head's is {depth + 1}")
-        if not all(0 <= mass <= 1 for mass in curve.masses + curve.chain_masses):
-            raise ValueError("a mass lies between 0 and 1")
+        if curve.accepted and len(curve.accepted) != len(curve.masses):
+            raise ValueError(f"it has {len(curve.masses)} masses and {len(curve.accepted)} shares accepted")
+        if not all(0 <= share <= 1 for share in curve.masses + curve.chain_masses + curve.accepted):
+            raise ValueError("masses and shares lie between 0 and 1")
         return curve
 
     def add(self, tree: Tree) -> None:
@@ -312,7 +316,8 @@ class Deployment:
         if not self.known_masses:
             return None
         cost = costs.model(self.decoder.state.static)
-        return decide(self.known_masses, cost, costs.draft_ms, costs.overhead_ms, self.curve.chain_masses)
+        curve = self.curve
+        return decide(curve.masses, cost, costs.draft_ms, costs.overhead_ms, curve.chain_masses, curve.accepted)
 
     def learn(self, tree: Tree) -> None:
         """Take a proposed tree into the curve, and keep the curve on disk."""

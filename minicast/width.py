@@ -144,9 +144,15 @@ class Decision:
     threshold: float                     # throughput at drafted_width times c1: what a node's mass must reach
     next_step_ms: float                  # l(N+1) - l(N) at drafted_width: not c1 where the table bends
     masses: dict[int, float]             # rho by N, around the stop
-    committed: float                     # R = 1 + g(drafted_width)
+    committed: float                     # R = 1 + g(drafted_width), which the scores promise
+    recorded: float | None               # the R that was recorded at that width, where it was
     break_even: float                    # the R at which drafted_width is as fast as AR
     tokens_per_second: dict[str, float]  # predicted: "ar", "dflash" if the chain's masses were given, "cast"
+
+    @property
+    def expected(self) -> float:
+        """R at drafted_width by the best knowledge."""
+        return self.committed if self.recorded is None else self.recorded
 
     def lines(self) -> list[str]:
         """What `--explain` prints."""
@@ -159,13 +165,14 @@ class Decision:
             "masses " + ", ".join(f"{mass:.4f} (node {node})" for node, mass in self.masses.items()),
         ]
         if N + 1 in self.masses:
-            needed = speed["cast"] / 1000.0 * self.next_step_ms
+            needed = self.committed / self.break_even * speed["ar"] / 1000.0 * self.next_step_ms
             step = f"node {N + 1} would add {self.next_step_ms:.4f} ms"
             lines.append(f"stop at {N}: {step}, so it would pay from mass {needed:.4f} on")
         else:
             lines.append(f"stop at {N}: no candidate is left")
         lines.append(predicted)
-        expected = f"R {self.committed:.2f} expected, {self.break_even:.2f} needed to be as fast as AR"
+        scores = "" if self.recorded is None else f" (the scores promise {self.committed:.2f})"
+        expected = f"R {self.expected:.2f} expected{scores}, {self.break_even:.2f} needed to be as fast as AR"
         if self.width:
             lines.append(f"width {N}: {expected}")
         else:
@@ -179,29 +186,39 @@ def decide(
     draft_ms: float,
     overhead_ms: Overhead = 0.0,
     chain_masses: Sequence[float] = (),
+    accepted: Sequence[float] = (),
 ) -> Decision:
-    """stopping_width with its reasons. chain_masses: those of the top-1 prefix at each depth, 1 to L."""
+    """stopping_width with its reasons.
+
+    The scores rank candidates well and promise too much. So where it is known how often rounds accepted the
+    candidate of each rank, that decides between drafting and AR; how wide to draft, the masses do (paper).
+
+    chain_masses: those of the top-1 prefix at each depth, 1 to L; accepted: shares by rank, as long as masses
+    """
     masses, chain_masses = [float(mass) for mass in masses], [float(mass) for mass in chain_masses]
     times = round_times(cost, max(len(masses), len(chain_masses)) + 1, draft_ms, overhead_ms)
     N = best_drafted(masses, times)
     committed = 1.0 + sum(masses[:N])
+    recorded = 1.0 + sum(accepted[:N]) if accepted else None
+    expected = committed if recorded is None else recorded
     speed = {"ar": 1000.0 / times[0]}
     if chain_masses:
         speed["dflash"] = 1000.0 * (1.0 + sum(chain_masses)) / times[len(chain_masses)]
     if N:
-        speed["cast"] = 1000.0 * committed / times[N]
+        speed["cast"] = 1000.0 * expected / times[N]
     h_slope = 0.0
     if callable(overhead_ms) and len(masses) > 1:
         h_slope = (overhead_ms(len(masses)) - overhead_ms(1)) / (len(masses) - 1)
     slope = cost.slope + h_slope
     return Decision(
-        width=best_width(masses, times),
+        width=N if expected / times[N] > 1.0 / times[0] else 0,
         drafted_width=N,
         slope=slope,
         threshold=committed / times[N] * slope,
         next_step_ms=times[N + 1] - times[N],
         masses={n: masses[n - 1] for n in range(max(N - 2, 1), min(N + 3, len(masses)) + 1)},
         committed=committed,
+        recorded=recorded,
         break_even=times[N] / times[0],
         tokens_per_second=speed,
     )

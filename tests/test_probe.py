@@ -192,7 +192,8 @@ def test_curve_is_the_mean_of_rounds():
 
 
 @pytest.mark.parametrize("changes", [
-    {"masses": [1.5]}, {"masses": "high"}, {"rounds": None}, {"chain_masses": [0.5]}, {"masses": [float("nan")]},
+    {"masses": [1.5]}, {"masses": "high"}, {"masses": [float("nan")]}, {"accepted": [0.5]}, {"chain_masses": [0.5]},
+    {"rounds": None},
 ])
 def test_a_wrong_shipped_curve_is_named(target, draft, changes):
     """One line with the file and a way out, not a width from nonsense."""
@@ -296,8 +297,8 @@ def test_probe_time_is_no_answer_time(target, draft, monkeypatch):
     """The probe comes before the clocks of the answer start."""
     ship(draft)
     decoder = Decoder(target, draft)
-    order = []
-    monkeypatch.setattr(probe, "measure", lambda *known: order.append("probe") or Costs((1, 128), (1.0, 1.0), (1.0, 1.0)))
+    order, costs = [], Costs((1, 128), (1.0, 1.0), (1.0, 1.0))
+    monkeypatch.setattr(probe, "measure", lambda *known: order.append("probe") or costs)
     perf_counter = probe.Decoder._clock
     monkeypatch.setattr(Decoder, "_clock", lambda self: order.append("clock") or perf_counter(self))
     decoder.generate(prompt_of(5), max_new_tokens=3)

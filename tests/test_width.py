@@ -221,6 +221,20 @@ def test_costly_verification_gives_ar_and_says_so():
     assert f"--method cast --width {decision.drafted_width}" in last
 
 
+def test_recorded_lengths_decide_between_drafting_and_ar():
+    """Scores that promise too much choose the same width, and lose to AR; both lengths are shown."""
+    cost = CostModel.fit([1, 16], [10.0, 12.0])
+    masses = [0.6, 0.4, 0.2, 0.05]
+    hopeful = decide(masses, cost, 5.0)
+    sober = decide(masses, cost, 5.0, accepted=[0.3, 0.1, 0.0, 0.0])
+    assert hopeful.width == hopeful.drafted_width == sober.drafted_width == 4
+    assert sober.width == 0 and 1.39 < sober.expected < sober.break_even < sober.committed
+    assert sober.tokens_per_second["ar"] > sober.tokens_per_second["cast"]
+    assert "R 1.40 expected (the scores promise 2.25)" in sober.lines()[-1]
+    assert sober.lines()[:3] == hopeful.lines()[:3]  # the stop is the masses' affair
+    assert decide(masses, cost, 5.0, accepted=masses).width == 4
+
+
 def test_decision_reports_all_methods():
     """Predicted speeds are 1000 (1 + g) / l of AR, chain and tree; masses are those around the stop."""
     masses, chain = paper_masses(), [0.86, 0.7, 0.5, 0.3]
