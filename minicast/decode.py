@@ -287,6 +287,7 @@ def settle(state: State, request: Request, n: int) -> Tensor:
     """
     tokens, parents, depths, visible = state.tokens[:n], state.parents[:n], state.depths[:n], state.visible[:n, :n]
     deepest = min(n - 1, request.deepest)
+    tokens[:1] = state.root  # there already, unless nothing was proposed and so nothing packed
     # 4 verify
     taps = state.draft.taps if request.tap else ()
     hidden, features = state.target(tokens[None], state.target_cache, state.window(depths, visible), taps)
@@ -420,7 +421,8 @@ class Decoder:
             prompt_ids: at least one id; never altered
             method: "ar", "dflash", "cast", or a function from `Proposal` to `Tree`
             width: N for "cast", 0..127; 0 is "ar"; "auto": one that pays on this machine, found by a probe that is
-                kept on disk; "round": likewise, for each round; both fall back on AR where drafting does not pay
+                kept on disk; "round": likewise, for each round; both fall back on AR where drafting does not pay;
+                or a policy of your own, an object with `width`, `trim` and `observe` like `FixedWidth`
             max_new_tokens: exact bound on new tokens; 0 gives none
             temperature, top_k, top_p, seed: see `minicast.sampling`; temperature 0 is greedy
             stop_ids: ids that end the answer; the one reached is emitted
@@ -477,8 +479,10 @@ class Decoder:
             state.commit(settled.tokens, request.tap)
             emitted = settled.tokens[1:] + [settled.next_token]
 
-    def _policy(self, method: str | Method, width: int | str, prompt_tokens: int, new_tokens: int):
+    def _policy(self, method: str | Method, width, prompt_tokens: int, new_tokens: int):
         """What chooses each round's width, see `minicast.width`. The first of a deployment measures costs."""
+        if hasattr(width, "observe"):
+            return width
         if isinstance(width, Integral):
             return FixedWidth(checked(clamp_width, width))
         if width not in ("auto", "round"):
@@ -562,13 +566,15 @@ class Decoder:
             read_features(state, min(state.prefix - state.drafted, PREFILL_ROWS))  # after rounds without a draft
         if not (self.graphs and getattr(method, "capturable", False)):
             return propose(state, request, token_ids, width)
+        if method is no_tree:  # nothing to pack: a step of AR is the one replay that follows
+            return no_tree(Proposal(token_ids, 0, None, None, True, state.P.device))
         drafted = state.drafted
         tree = self.graphs.run(
             ("propose", method, width, request.rank_cap), lambda: propose(state, request, (), width),
             state.buffers(), f"{method.__name__} of width {width}",
         )
         # A replay runs nothing on the host, and recording ran it too often.
-        state.drafted = drafted if method is no_tree else min(drafted + state.depth + 1, state.prefix)
+        state.drafted = min(drafted + state.depth + 1, state.prefix)
         return tree.to(state.P.device, copy=True)
 
     def _settle(self, request: Request, n: int) -> Tensor:
