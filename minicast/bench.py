@@ -3,8 +3,9 @@
     python -m minicast.bench --prompts FILE... --methods ar,dflash,cast --widths 7,15,auto
 
 All methods run in one loop on every prompt, in random order, caches empty before each, and their tokens are
-compared, sampled ones too: the same seed gives the same text by every method. Reported are the paper's decode-only time, beside it the wall time from prompt to last token, and
-the streaming floor of this machine, measured in the same run. A killed run goes on where it was.
+compared, sampled ones too: the same seed gives the same text by every method. Reported are the paper's
+decode-only time, beside it the wall time from prompt to last token, and the streaming floor of this machine,
+measured in the same run. A killed run goes on where it was.
 
 The clocks of an answer are in `minicast.decode`, the definitions of the figures in `minicast.figures`.
 """
@@ -447,9 +448,9 @@ class Report:
         )
         if self.predictions:
             yield (
-                "predicted N: of most rounds that drafted. Oracle: the fastest of the fixed widths swept, AR "
-                "being N = 0. Gap: how far the oracle is ahead, in points, hundredths of a speedup over AR or "
-                "of a gain over DFlash; mean of prompts as above"
+                "predicted N: of most rounds that drafted. Oracle: the fastest of the fixed widths swept, "
+                "AR being N = 0. Gap: how far the oracle is ahead, in points, hundredths of a speedup over "
+                "AR or of a gain over DFlash; mean of prompts as above"
             )
         for name, value in self.environment.items():
             yield f"{name}: {value}"
@@ -460,8 +461,9 @@ class Report:
         if options["temperature"] > 0:
             limits = "".join(f", {name} {options[name]}" for name in ("top_k", "top_p") if options[name])
             seeds = f"seed {options['seed']}" + (" + repeat" if self.settings["repeats"] > 1 else "")
-            yield f"sampled at T = {options['temperature']:g}{limits}, {seeds}, {options['verifier']} verifier"
-            if options["verifier"] == "stochastic":
+            verifier = options["verifier"]
+            yield f"sampled at T = {options['temperature']:g}{limits}, {seeds}, {verifier} verifier"
+            if verifier == "stochastic":
                 yield "the stochastic verifier draws other tokens of the same law: texts are not compared"
                 return
         departed = [record for record in self.records if record.departure]
@@ -528,10 +530,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         return names
 
     def widths(text: str) -> list[int | str]:
-        names = text.split(",")
-        values = [name if name in ("auto", "round") else int(name) for name in names]
-        if len(set(values)) < len(values) or not all(1 <= N <= MAX_WIDTH for N in values if isinstance(N, int)):
-            raise argparse.ArgumentTypeError(f"must be auto, round or from 1 to {MAX_WIDTH}, each once, got {text}")
+        values = [name if name in ("auto", "round") else int(name) for name in text.split(",")]
+        in_range = all(1 <= N <= MAX_WIDTH for N in values if isinstance(N, int))
+        if not in_range or len(set(values)) < len(values):
+            rule = f"auto, round or from 1 to {MAX_WIDTH}, each once"
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
         return values
 
     parser = argparse.ArgumentParser(prog="python -m minicast.bench", description=__doc__.splitlines()[0])
@@ -550,7 +553,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, metavar="P")
     parser.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
     parser.add_argument("--seed", type=at_least(0), default=0,
-                        help="of samples, where each repeat adds 1, of the methods' order and of the bootstrap")
+                        help="of samples (each repeat adds 1), the methods' order and the bootstrap")
     parser.add_argument("--model", help="directory, hub id or known name")
     parser.add_argument("--draft-model", help="likewise; default: the head known for the target")
     parser.add_argument("--device", default="auto")

@@ -249,7 +249,8 @@ def _prediction(
         oracle_speedup=speedups[domain, oracle],
         gap=statistics.fmean(ahead),
         prompt_gap=bootstrap(
-            [per_prompt(gap, *(cells[member, each] for each in ("ar", oracle, arm))) for member in members], seed
+            [per_prompt(gap, *(cells[member, each] for each in ("ar", oracle, arm))) for member in members],
+            seed,
         ),
         gain_gap=None if None in chains else statistics.fmean(
             points / chain for points, chain in zip(ahead, chains)
@@ -331,7 +332,7 @@ def bootstrap(figures: Sequence[Tensor], seed: int) -> Estimate | None:
 
 
 def summary(record: Record) -> dict:
-    """A record for JSON, with counts in place of its tokens and rounds; widths stay where they were chosen."""
+    """A record for JSON, counts in place of its tokens and rounds; widths stay where they were chosen."""
     output = asdict(record.output)
     widths = output.pop("widths")
     counts = {"tokens": len(output.pop("token_ids")), "rounds": len(output.pop("round_lengths"))}

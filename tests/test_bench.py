@@ -13,7 +13,7 @@ import torch
 from minicast import bench, decode, figures
 from minicast.bench import Arm, Journal, Prompt
 from minicast.decode import Decoder, Output
-from minicast.figures import MEAN, Departure, Record
+from minicast.figures import MEAN, Departure, Estimate, Record
 from model import load_draft, load_target
 from model.errors import UsageError, UserError
 from test_run import write_byte_tokenizer
@@ -267,8 +267,62 @@ def test_figures_from_known_times():
     assert mean.speedup == (4 + 2) / 2 and mean.gain == 1 and mean.ms_per_token is None
     assert rows["a", "ar"].speedup is rows["a", "ar"].gain is rows["a", "dflash"].gain is None
     assert rows["a", "dflash"].speedup == 2
+    assert row.R_difference.mean == 3 - 1.5 and rows["a", "ar"].R_difference is None
     table = list(figures.table(list(rows.values())))
     assert len({line.count("|") for line in table}) == 1 and len(table) == 2 + 9
+
+
+def test_lengths_are_compared_prompt_by_prompt():
+    """R less DFlash's: a prompt on which both commit much adds nothing to the interval, nor do more repeats.
+
+    Pooled rounds, or unpaired resamples, would give a wide interval here, which contains 0.
+    """
+    records = []
+    for prompt in range(12):
+        for repeat in range(2):
+            records += [a_record("dflash", "d", prompt, repeat, tokens=5 + 4 * prompt, rounds=2)]
+            records += [a_record("cast N=7", "d", prompt, repeat, tokens=7 + 4 * prompt, rounds=2)]
+    rows = figures.summarise(records, seed=0)
+    for row in rows:
+        found = row.R_difference
+        assert row.arm == "dflash" or (found.mean, found.low, found.high) == (1, 1, 1)
+    assert [line.split("interval that ")[1] for line in figures.difference_lines(rows)] == ["lies above 0"]
+    rivals = {Estimate(0, -1, 1): "contains 0", Estimate(-2, -3, -1): "lies below 0"}
+    for estimate, verdict in rivals.items():
+        assert verdict in next(figures.difference_lines([replace(rows[-1], R_difference=estimate)]))
+
+
+def adaptive(arm, domain, seconds, widths):
+    """An answer of four tokens in three rounds of these widths."""
+    record = a_record(arm, domain, seconds=seconds)
+    return replace(record, output=replace(record.output, widths=widths))
+
+
+def test_prediction_beside_the_sweep():
+    """The oracle is the fastest fixed width of the domain, AR included, never the chain nor another choice.
+
+    Over all domains it is one arm, of the best mean speedup; a rule's pauses are not its prediction.
+    """
+    records = []
+    times = {"a": (8.0, 2.0, 5.0, 4.0, 5.0), "b": (8.0, 4.0, 10.0, 16.0, 8.0)}
+    for domain, (ar, dflash, three, seven, auto) in times.items():
+        fixed = {"ar": ar, "dflash": dflash, "cast N=3": three, "cast N=7": seven, "cast N=round": 1.0}
+        records += [a_record(arm, domain, seconds=seconds) for arm, seconds in fixed.items()]
+        records += [adaptive("cast N=auto", domain, auto, [7, 7, 0] if domain == "a" else [0, 0, 0])]
+    rows = figures.summarise(records, seed=0)
+    found = {each.domain: each for each in figures.predictions(records, rows, 0) if each.arm == "cast N=auto"}
+    assert (found["a"].width, found["a"].oracle, found["a"].drafted) == (7, "cast N=7", 2 / 3)
+    assert found["a"].gap == pytest.approx(100 * (8 / 4 - 8 / 5)) == found["a"].prompt_gap.mean
+    assert found["a"].gain_gap == pytest.approx(100 * (2 / 4 - 2 / 5))
+    assert (found["b"].width, found["b"].oracle, found["b"].gap) == (0, "ar", 0)
+    mean = found[MEAN]  # speedups: AR 1 and 1, N = 3 1.6 and 0.8, N = 7 2 and 0.5
+    assert (mean.oracle, mean.oracle_speedup, mean.width) == ("cast N=7", 1.25, 7)
+    assert mean.gap == pytest.approx(100 * (1.25 - 1.3)) == mean.prompt_gap.mean
+    table = list(figures.prediction_table(found.values()))
+    assert len({line.count("|") for line in table}) == 1 and "0 (AR)" in table[3]
+    for left_out in ("ar", "cast N="):  # nothing to compare with
+        some = [record for record in records if not record.arm.startswith(left_out) or "auto" in record.arm]
+        assert figures.predictions(some, figures.summarise(some, 0), 0) == []
 
 
 def test_bootstrap_keeps_pairs_together():
@@ -332,6 +386,43 @@ def test_program_writes_table_and_json(flags, tmp_path, capsys):
     assert bench.main([*flags, "--methods", "ar"]) == 0  # needs neither head nor file
 
 
+def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys):
+    """One run: fixed and chosen widths, a seed a repeat; sampled texts equal by every arm; no token in the file."""
+    out = tmp_path / "sweep.json"
+    seen = set()
+    generate = Decoder.generate
+
+    def watched(self, prompt_ids, **options):
+        output = generate(self, prompt_ids, **options)
+        if options["max_new_tokens"] == 6:  # not the warm-up
+            seen.add((options["seed"], options["temperature"], options["top_k"], options["verifier"]))
+            texts.setdefault((options["seed"], tuple(prompt_ids)), set()).add(tuple(output.token_ids))
+        return output
+
+    texts = {}
+    monkeypatch.setattr(Decoder, "generate", watched)
+    one = [*flags, "--prompts", str(tmp_path / "chat.jsonl")]
+    sampled = ["--temperature", "1", "--top-k", "50", "--repeats", "2", "--seed", "3"]
+    assert bench.main([*one, *sampled, "--widths", "7,auto,round", "--out", str(out)]) == 0
+    assert seen == {(seed, 1.0, 50, "direct") for seed in (3, 4)}
+    assert all(len(answers) == 1 for answers in texts.values())
+    report, markdown = json.loads(out.read_text()), out.with_suffix(".md").read_text()
+    arms = ["ar", "dflash", "cast N=7", "cast N=auto", "cast N=round"]
+    assert list(report["outside_share"]) == arms
+    assert "all texts are equal: 8 answers compared" in markdown
+    assert "sampled at T = 1, top_k 50, seed 3 + repeat, direct verifier" in markdown
+    assert len(report["predictions"]) == 2 * 2 and "| predicted N |" in markdown
+    for record in report["records"]:
+        output = record["output"]
+        assert output["tokens"] == 6 and ("widths" in output) == record["arm"].endswith(("auto", "round"))
+        assert not {"token_ids", "round_lengths"} & set(output)
+    assert "R of cast N=7 less R of dflash" in markdown
+    stochastic = ["--temperature", "1", "--verifier", "stochastic", "--methods", "dflash,cast"]
+    assert bench.main([*one, *stochastic]) == 0
+    assert "texts are not compared" in capsys.readouterr().out
+    assert bench.main([*flags, "--temperature", "-1"]) == 2
+
+
 def test_program_fails_on_a_real_departure(flags, monkeypatch, capsys):
     """Other tokens at a wide gap in float32 end with exit status 1 and are named."""
     departure = Departure(3, 1, 2, 0.5)
@@ -341,7 +432,11 @@ def test_program_fails_on_a_real_departure(flags, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "flag, value", [("--width", "0"), ("--methods", "ar,beam"), ("--methods", "ar,ar"), ("--limit", "0")]
+    "flag, value",
+    [
+        ("--width", "0"), ("--width", "128"), ("--widths", "3,3"), ("--widths", "3,wide"), ("--limit", "0"),
+        ("--methods", "ar,beam"), ("--methods", "ar,ar"), ("--verifier", "theirs"),
+    ],
 )
 def test_program_refuses_bad_flags(flag, value, capsys):
     with pytest.raises(SystemExit) as stop:
