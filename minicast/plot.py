@@ -40,7 +40,8 @@ def new_figure(columns: int = 1, rows: int = 1):
 
 
 def label(axes, title: str, x: str, y: str, legend: bool = True) -> None:
-    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.set_title(title, fontsize="medium")
+    axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     if legend:
         axes.legend(fontsize="small")

@@ -358,7 +358,8 @@ class Finding:
         chain: chains cut to N = 1 to L
         corrections, reliability: over the rounds of the whole chain
         masses: sorted, the mean over the rounds of a decode with N = CURVE_WIDTH
-        chain_masses: the mean over the chain's rounds
+        accepted: in the same rounds and order, how often the target took that candidate: what masses promise
+        chain_masses, chain_accepted: the same by depth over the chain's rounds
         shapes: R by shape of tree with SHAPE_WIDTH nodes, the chain's with L beside them
         rank_cap, shrink: paper, Appendix G.1 and Table 15
     """
@@ -371,7 +372,9 @@ class Finding:
     corrections: Corrections
     reliability: list[Bin]
     masses: list[float]
+    accepted: list[float]
     chain_masses: list[float]
+    chain_accepted: list[float]
     shapes: dict[str, float]
     rank_cap: list[Cap]
     shrink: list[Packed]
@@ -393,7 +396,9 @@ def analyse(answers: Sequence[Replayable], domain: str = EVERYTHING) -> Finding:
         corrections=corrections(answers),
         reliability=reliability(answers),
         masses=visited(answers, "cast", CURVE_WIDTH, "masses").mean(0).tolist(),
+        accepted=accepted(answers, "cast", CURVE_WIDTH, MAX_WIDTH),
         chain_masses=visited(answers, "dflash", block - 1, "chain_masses").mean(0).tolist(),
+        chain_accepted=accepted(answers, "dflash", block - 1, block - 1),
         shapes={
             "chain": R("dflash", block - 1),
             "schedule": R("schedule", SHAPE_WIDTH),
@@ -423,6 +428,16 @@ def visited(answers: Sequence[Replayable], policy: str, width: int, name: str) -
     for answer in answers:
         rows.append(getattr(answer, name)[[step.position for step in answer.replay(policy, width)]])
     return torch.cat(rows)
+
+
+def accepted(answers: Sequence[Replayable], policy: str, width: int, widest: int) -> list[float]:
+    """By candidate, 1 to `widest`, the share of rounds in which the continuation goes through it."""
+    steps = [(answer, step) for answer in answers for step in answer.replay(policy, width)]
+    counts = [0] * widest
+    for answer, step in steps:
+        for nodes in answer.needs[policy][step.position]:
+            counts[nodes - 1] += 1
+    return [count / len(steps) for count in counts]
 
 
 def lengths(answers: Sequence[Replayable], policy: str, name: str, widths: Sequence[int]) -> Lengths:
@@ -481,6 +496,8 @@ class Curve:
     Attributes:
         masses: MAX_WIDTH means, best first; 1 plus their sum up to N is the R that N promises
         chain_masses: L means, of the top-1 prefixes
+        accepted, chain_accepted: the shares of rounds in which these candidates were taken, which well
+            calibrated masses would equal
         rounds: how many the masses are means of
         depth: L
         rank_cap: K
@@ -489,6 +506,8 @@ class Curve:
 
     masses: list[float]
     chain_masses: list[float]
+    accepted: list[float]
+    chain_accepted: list[float]
     rounds: int
     depth: int
     rank_cap: int
@@ -498,15 +517,12 @@ class Curve:
     @classmethod
     def of(cls, finding: Finding, target: str, draft: str) -> "Curve":
         rounds = finding.tree.rounds[finding.tree.widths.index(CURVE_WIDTH)]
-        depth = len(finding.chain_masses)
-        return cls(finding.masses, finding.chain_masses, rounds, depth, RANK_CAP, target, draft)
+        means = [finding.masses, finding.chain_masses, finding.accepted, finding.chain_accepted]
+        rounded = [[float(f"{mean:.5g}") for mean in each] for each in means]
+        return cls(*rounded, rounds, len(finding.chain_masses), RANK_CAP, target, draft)
 
     def to_json(self) -> str:
-        def rounded(masses: list[float]) -> list[float]:
-            return [float(f"{mass:.5g}") for mass in masses]
-
-        masses = {"masses": rounded(self.masses), "chain_masses": rounded(self.chain_masses)}
-        return json.dumps(asdict(self) | masses) + "\n"
+        return json.dumps(asdict(self)) + "\n"
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
@@ -544,7 +560,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="JSONL with prompt, question, text, problem or turns; not those you evaluate "
                         "on; default: a small set of our own")
     parser.add_argument("--limit", type=at_least(1), metavar="K", help="only a domain's first K prompts")
-    parser.add_argument("--max-new-tokens", type=at_least(2), default=256, help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="default: %(default)s")
     parser.add_argument("--model", help="directory, hub id or known name")
     parser.add_argument("--draft-model", help="likewise; default: the head known for the target")
     parser.add_argument("--device", default="auto")

@@ -205,21 +205,26 @@ def test_figures_equal_slow_ones(answers):
 def test_promises_are_means_of_masses(answers):
     """`predicted` and the curve, from trees built anew at every round visited."""
     finding = replay.analyse(answers)
-    sums, tables = [], []
+    sums, tables, taken = [], [], torch.zeros(127)
     for answer in answers:
         for step in answer.replay("cast", replay.CURVE_WIDTH):
             masses = answer.recording.drafts.tree(step.position, 127, 8).log_mass.exp()
             sums.append(masses[: replay.CURVE_WIDTH].sum().item())
             tables.append(masses)
+            for nodes in answer.needs["cast"][step.position]:
+                taken[nodes - 1] += 1
     place = finding.tree.widths.index(replay.CURVE_WIDTH)
     assert finding.tree.predicted[place] == pytest.approx(1 + sum(sums) / len(sums))
     assert finding.tree.rounds[place] == len(sums)
     assert finding.masses == pytest.approx(torch.stack(tables).mean(0).tolist())
     assert sorted(finding.masses, reverse=True) == finding.masses
+    assert finding.accepted == pytest.approx((taken / len(sums)).tolist())
+    held, R = 1 + sum(finding.accepted[: replay.CURVE_WIDTH]), finding.tree.R[place]
+    assert R <= held <= R + len(answers) / len(sums)  # an answer's last round is cut by a token at most
     curve = json.loads(replay.Curve.of(finding, "a", "b").to_json())
     assert (curve["rounds"], curve["depth"], curve["rank_cap"]) == (len(sums), DEPTH, 8)
     assert curve["masses"] == pytest.approx(finding.masses, rel=1e-4)
-    assert curve["chain_masses"][0] <= 1 and len(curve["chain_masses"]) == DEPTH
+    assert len(curve["chain_masses"]) == len(curve["chain_accepted"]) == DEPTH
 
 
 def test_every_rank_is_every_rank(answers):
