@@ -310,7 +310,8 @@ def test_prediction_beside_the_sweep():
         records += [a_record(arm, domain, seconds=seconds) for arm, seconds in fixed.items()]
         records += [adaptive("cast N=auto", domain, auto, [7, 7, 0] if domain == "a" else [0, 0, 0])]
     rows = figures.summarise(records, seed=0)
-    found = {each.domain: each for each in figures.predictions(records, rows, 0) if each.arm == "cast N=auto"}
+    predictions = figures.predictions(records, rows, 0)
+    found = {each.domain: each for each in predictions if each.arm == "cast N=auto"}
     assert (found["a"].width, found["a"].oracle, found["a"].drafted) == (7, "cast N=7", 2 / 3)
     assert found["a"].gap == pytest.approx(100 * (8 / 4 - 8 / 5)) == found["a"].prompt_gap.mean
     assert found["a"].gain_gap == pytest.approx(100 * (2 / 4 - 2 / 5))
@@ -387,7 +388,7 @@ def test_program_writes_table_and_json(flags, tmp_path, capsys):
 
 
 def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys):
-    """One run: fixed and chosen widths, a seed a repeat; sampled texts equal by every arm; no token in the file."""
+    """Fixed and chosen widths in one run, a seed a repeat, sampled texts equal by every arm, none kept."""
     out = tmp_path / "sweep.json"
     seen = set()
     generate = Decoder.generate
