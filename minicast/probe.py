@@ -1,11 +1,11 @@
-"""What the width rule needs to know: what a round costs here, and what the drafter's candidates weigh (paper, §3.3).
+"""What the width rule needs to know: what a round costs, what the drafter's candidates weigh (paper, §3.3).
 
-Costs are measured on the path that will run, the decoder's own two functions: `propose` at two widths gives the
-draft and h(N), `settle` at a few row counts gives the target's pass with walk and commit. They are kept on disk, so
-that a deployment is probed once. The paper's protocol (Table 5) is `paper_probe`.
+Costs are measured on the path that will run, the decoder's own two functions: `propose` at two widths gives
+the draft and h(N), `settle` at a few row counts gives the target's pass with walk and commit. They are kept
+on disk, so that a deployment is probed once. The paper's protocol (Table 5) is `paper_probe`.
 
-Masses are a mean over recorded rounds, the mass curve of a target/draft pair: shipped beside the head as curve.json
-(minicast/replay.py records it), or else learned from the rounds decoded here.
+Masses are a mean over recorded rounds, the mass curve of a target/draft pair: shipped beside the head as
+curve.json (minicast/replay.py records it), or else learned from the rounds decoded here.
 
 Which width follows is decided in `width`. Only imported where a width is to be chosen.
 """
@@ -26,11 +26,12 @@ from minicast.decode import BUCKETS, MAX_ROWS, Decoder, Request
 from minicast.sampling import SamplingParams
 from minicast.tree import Tree
 from minicast.width import (
-    MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, RoundWidth, best_drafted, decide,
-    round_times,
+    MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, RoundWidth, best_drafted,
+    decide, round_times,
 )
 from model.default_model import cache_directory
 from model.errors import UserError
+from model.linear import Linear
 
 FORMAT = 1  # of the cached costs: raise it when what is measured changes
 ASKED = (1, 4, 8, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # row counts, where they are not the buckets'
@@ -85,7 +86,7 @@ def interleaved(
     repeats: int = REPEATS,
     seconds: float = SECONDS,
 ) -> dict[Hashable, float]:
-    """Median milliseconds of each pass, all of them in turn, so that a slow moment of the machine hits all alike.
+    """Median milliseconds of each pass, all in turn, so that a slow moment of the machine hits all alike.
 
     Slow passes, that take longer than `seconds`, are warmed up once and repeated LEAST_REPEATS times.
     """
@@ -117,8 +118,8 @@ class Passes:
         decoder.reset()
         decoder._reserve(max(prefix, positions))
         self.propose(MAX_WIDTH)  # its first rows are a pack of any smaller width
-        ids = torch.randint(decoder.target.vocab_size, (MAX_ROWS,), generator=torch.Generator().manual_seed(0))
-        self.state.tokens.copy_(ids)
+        generator = torch.Generator().manual_seed(0)
+        self.state.tokens.copy_(torch.randint(decoder.target.vocab_size, (MAX_ROWS,), generator=generator))
 
     def propose(self, width: int) -> None:
         self._place(self.prefix - min(BEHIND, self.prefix))
@@ -177,7 +178,7 @@ def paper_probe(
     decoder: Decoder, prefix: int = PAPER_PREFIX, packed: Sequence[int] = PAPER_PACKED,
     warm_ups: int = PAPER_WARM_UPS, repeats: int = PAPER_REPEATS,
 ) -> CostModel:
-    """Table 5's protocol: random packed tokens after 1,024 positions, 8 warm-ups and 30 timed passes at each count.
+    """Table 5's protocol: random packed tokens after 1,024 positions, 8 warm-ups and 30 timed passes a count.
 
     What is timed is the pass that runs, walk and commit included.
     """
@@ -213,10 +214,11 @@ class MassCurve:
 
     @classmethod
     def read(cls, path: Path, depth: int) -> "MassCurve":
-        """From a JSON object with these names, `accepted` if it has it. ValueError if it is of another block depth."""
+        """From a JSON object with these names, of which `accepted` may lack. ValueError if it is none."""
         values = {"accepted": []} | json.loads(path.read_text(encoding="utf-8"))
         try:
-            curve = cls(*([float(share) for share in values[name]] for name in ("masses", "chain_masses", "accepted")))
+            names = ("masses", "chain_masses", "accepted")
+            curve = cls(*([float(share) for share in values[name]] for name in names))
             curve.rounds = int(values["rounds"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{error} is missing or of another kind") from error
@@ -277,7 +279,7 @@ class Deployment:
     def policy(self, width: str, own_method: bool, prompt_tokens: int, new_tokens: int):
         """The policy of one answer, for the width "auto" or "round".
 
-        A method that is not ours need not propose best first, and is there to be seen: one width, and never AR.
+        A method that is not ours need not propose best first, and is there to be seen: one width, never AR.
         """
         costs = self.costs_at(prompt_tokens, new_tokens)
         decision = self.decision(costs)
@@ -316,8 +318,8 @@ class Deployment:
         if not self.known_masses:
             return None
         cost = costs.model(self.decoder.state.static)
-        curve = self.curve
-        return decide(curve.masses, cost, costs.draft_ms, costs.overhead_ms, curve.chain_masses, curve.accepted)
+        chain, accepted = self.curve.chain_masses, self.curve.accepted
+        return decide(self.known_masses, cost, costs.draft_ms, costs.overhead_ms, chain, accepted)
 
     def learn(self, tree: Tree) -> None:
         """Take a proposed tree into the curve, and keep the curve on disk."""
@@ -349,6 +351,7 @@ def prefix_bucket(positions: int, context: int) -> int:
 def cost_key(decoder: Decoder, prefix: int) -> dict:
     """All that decides what a round costs. Weights do not, only their shapes and layout."""
     target, draft, state = decoder.target, decoder.draft, decoder.state
+    layers = [module for module in target.modules() if isinstance(module, Linear)]
     return {
         "format": FORMAT,
         "torch": torch.__version__,
@@ -357,7 +360,7 @@ def cost_key(decoder: Decoder, prefix: int) -> dict:
         "dtype": str(target.dtype),
         "target": repr(target.config),
         "draft": repr(draft.config),
-        "weight_bytes": sum(layer.weight_bytes() for layer in target.modules() if hasattr(layer, "weight_bytes")),
+        "weight_bytes": sum(layer.weight_bytes() for layer in layers),
         "attention": type(state.body).__name__,
         "compiled": state.body.layer is not None,
         "positions": decoder.max_length if state.static else 0,

@@ -278,7 +278,7 @@ class BackOff:
         self.ar_tokens_left = max(self.ar_tokens_left - tokens, 0)
 
 
-# Policies: `width` is N to propose next, `trim` what of the proposed tree is verified, `observe` hears the end
+# Policies: `width` is N to propose next, `trim` what of that is verified, `observe` hears what was committed
 
 @dataclass
 class FixedWidth:
@@ -357,7 +357,7 @@ class RoundWidth:
 
 
 def paying_width(masses: Sequence[float], times: Sequence[float], draft_ms: float, rate: float) -> int:
-    """How many of a drafted round's nodes pay for their verification: N in 0..len(masses), the larger of equals.
+    """How many of a drafted round's nodes pay for their verification: 0..len(masses), the larger of equals.
 
     Over many rounds throughput is highest if each of them takes what its time is worth elsewhere: the N of
     largest 1 + g(N) - rate l(N). That is Theorem 2 with the decoder's own throughput in the place of this

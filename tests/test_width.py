@@ -1,4 +1,4 @@
-"""The stopping rule against exhaustive search and against the paper's decisions; the cost model; back-off; policies."""
+"""The stopping rule against exhaustive search and the paper's decisions; costs; back-off; policies."""
 
 import random
 import warnings
@@ -275,7 +275,7 @@ def play(back_off: BackOff, rounds: int, committed: int, ar_tokens: float = 2.0)
 
 
 def answer_time(policy, tokens: int, ar_tokens: float, committed) -> float:
-    """Time of an answer of so many tokens, in AR tokens, where a drafted round commits `committed()` tokens."""
+    """Time of an answer of so many tokens, in AR tokens; a drafted round commits `committed()` of them."""
     emitted = spent = 0
     while emitted < tokens:
         N = policy.width
@@ -297,7 +297,7 @@ def geometric(rng: random.Random, acceptance: float, depth: int = 7):
 
 
 def test_back_off_and_return():
-    """It pauses when the purse cannot pay, tries once after k tokens of AR, and k doubles with each failure."""
+    """It pauses when the purse cannot pay, tries once after k tokens of AR; k doubles with each failure."""
     k = ceil(1 / TRY_SHARE)
     poor = play(BackOff(), 2 + k + 1 + 2 * k + 1 + 4 * k, committed=1)
     assert poor == ["draft"] * 2 + ["ar"] * k + ["draft"] + ["ar"] * 2 * k + ["draft"] + ["ar"] * 4 * k
@@ -389,7 +389,8 @@ def test_round_widths_pay_off_in_the_long_run():
             return committed / sum(times[N] if N else draft_ms + times[0] for N in widths)
 
         single = max(rate([N, N]) for N in range(32))
-        assert rate([paying_width(masses, times, draft_ms, single) for masses in kinds]) >= single * (1 - 1e-9)
+        widths = [paying_width(masses, times, draft_ms, single) for masses in kinds]
+        assert rate(widths) >= single * (1 - 1e-9)
 
 
 def test_round_width_trims_to_what_pays():
