@@ -475,12 +475,12 @@ class Report:
             yield located(record)
 
 
-def environment(placement: Placement, source: str, command: Sequence[str]) -> dict:
-    """What a reader needs to judge a figure and to measure it again."""
+def environment(placement: Placement, source: str, command: Sequence[str], commit: str) -> dict:
+    """What a reader needs to judge a figure and to measure it again; commit: as the run began."""
     device = placement.device
     return {
         "command": shlex.join(["python", "-m", "minicast.bench", *command]),
-        "commit": commit(),
+        "commit": commit,
         "weights": source,
         "dtype": str(placement.dtype).removeprefix("torch."),
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
@@ -627,7 +627,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     rows = summarise(journal.records, arguments.seed)
     report = Report(
         settings,
-        environment(placement, choice.source(), command),
+        environment(placement, choice.source(), command, settings["commit"]),
         floor,
         round_ms(autoregressive) / floor.ms if autoregressive else None,
         {str(arm): measure_share(decoder, arm, prompt_ids[0], options).outside for arm in arms},

@@ -382,6 +382,7 @@ def test_program_writes_table_and_json(flags, tmp_path, capsys):
     environment = report["environment"]
     assert set(environment) >= {"command", "commit", "hardware", "versions", "dtype", "weights", "threads"}
     assert "--repeats 2" in environment["command"] and report["settings"]["seed"] == 0
+    assert environment["commit"] == report["settings"]["commit"]  # of the run's begin: HEAD may move meanwhile
     assert out.with_suffix(".md").read_text() == capsys.readouterr().out
     assert sorted(path.name for path in out.parent.iterdir()) == ["tiny.json", "tiny.md"]  # no journal left
     assert bench.main([*flags, "--methods", "ar"]) == 0  # needs neither head nor file
