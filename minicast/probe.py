@@ -199,25 +199,27 @@ class MassCurve:
 
     Attributes:
         masses: (MAX_WIDTH,) by rank, best first; chain_masses: (L,) of the top-1 prefix by depth
-        accepted: (MAX_WIDTH,) in what share of the rounds the target took that candidate; empty: not known
+        accepted, chain_accepted: likewise, in what share of the rounds the target took that candidate; empty:
+            not known
         rounds: how many they are means of
     """
 
     masses: list[float]
     chain_masses: list[float]
     accepted: list[float]
+    chain_accepted: list[float]
     rounds: int = 0
 
     @classmethod
     def empty(cls, depth: int) -> "MassCurve":
-        return cls([0.0] * MAX_WIDTH, [0.0] * depth, [])
+        return cls([0.0] * MAX_WIDTH, [0.0] * depth, [], [])
 
     @classmethod
     def read(cls, path: Path, depth: int) -> "MassCurve":
-        """From a JSON object with these names, of which `accepted` may lack. ValueError if it is none."""
-        values = {"accepted": []} | json.loads(path.read_text(encoding="utf-8"))
+        """From a JSON object with these names; it may lack what was accepted. ValueError if it is none."""
+        values = {"accepted": [], "chain_accepted": []} | json.loads(path.read_text(encoding="utf-8"))
         try:
-            names = ("masses", "chain_masses", "accepted")
+            names = ("masses", "chain_masses", "accepted", "chain_accepted")
             curve = cls(*([float(share) for share in values[name]] for name in names))
             curve.rounds = int(values["rounds"])
         except (KeyError, TypeError) as error:
@@ -226,7 +228,8 @@ class MassCurve:
             raise ValueError(f"it is of a block of {len(curve.chain_masses) + 1}, the head's is {depth + 1}")
         if curve.accepted and len(curve.accepted) != len(curve.masses):
             raise ValueError(f"it has {len(curve.masses)} masses and {len(curve.accepted)} shares accepted")
-        if not all(0 <= share <= 1 for share in curve.masses + curve.chain_masses + curve.accepted):
+        shares = curve.masses + curve.chain_masses + curve.accepted + curve.chain_accepted
+        if not all(0 <= share <= 1 for share in shares):
             raise ValueError("masses and shares lie between 0 and 1")
         return curve
 
@@ -318,8 +321,8 @@ class Deployment:
         if not self.known_masses:
             return None
         cost = costs.model(self.decoder.state.static)
-        chain, accepted = self.curve.chain_masses, self.curve.accepted
-        return decide(self.known_masses, cost, costs.draft_ms, costs.overhead_ms, chain, accepted)
+        chain = self.curve.chain_accepted or self.curve.chain_masses
+        return decide(self.known_masses, cost, costs.draft_ms, costs.overhead_ms, chain, self.curve.accepted)
 
     def learn(self, tree: Tree) -> None:
         """Take a proposed tree into the curve, and keep the curve on disk."""

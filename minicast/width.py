@@ -193,7 +193,8 @@ def decide(
     The scores rank candidates well and promise too much. So where it is known how often rounds accepted the
     candidate of each rank, that decides between drafting and AR; how wide to draft, the masses do (paper).
 
-    chain_masses: those of the top-1 prefix at each depth, 1 to L; accepted: shares by rank, as long as masses
+    chain_masses: those of the top-1 prefix at each depth, 1 to L, or the shares accepted
+    accepted: shares by rank, as long as masses
     """
     masses, chain_masses = [float(mass) for mass in masses], [float(mass) for mass in chain_masses]
     times = round_times(cost, max(len(masses), len(chain_masses)) + 1, draft_ms, overhead_ms)
