@@ -3,6 +3,11 @@
 import os
 
 import pytest
+
+try:
+    import setuptools  # noqa: F401  replaces distutils, and refuses to once something has imported the old one
+except ImportError:
+    pass
 import torch
 
 
