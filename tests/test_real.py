@@ -63,18 +63,31 @@ def test_three_widths_on_three_prompts_give_the_autoregressive_tokens(target, dr
             assert out.token_ids == golden["new_ids"][:32], (method, width)
 
 
+def check_sampled_text(target, draft, prompt_ids, seed, widths, count, **shaping):
+    options = dict(seed=seed, stop_ids=STOP, **shaping)
+    expected = Decoder(target).generate(prompt_ids, method="ar", max_new_tokens=count, **options).token_ids
+    decoder, shorter = Decoder(target, draft), count - 8  # a longer limit only extends the text
+    for method, width in [("dflash", 15)] + [("cast", width) for width in widths]:
+        out = decoder.generate(prompt_ids, method=method, width=width, max_new_tokens=shorter, **options)
+        assert out.token_ids == expected[:shorter], (method, width, options)
+
+
 @pytest.mark.real
 def test_sampled_text_is_the_same_by_every_method(target, draft):
-    """Keyed noise: the seed alone decides. A longer limit only extends the text."""
-    for seed, golden in enumerate(GREEDY[1:3]):
-        for options in (dict(temperature=0.7), dict(temperature=1.0, top_k=50, top_p=0.95)):
-            options |= dict(seed=seed, stop_ids=STOP)
-            ids = golden["prompt_ids"]
-            expected = Decoder(target).generate(ids, method="ar", max_new_tokens=32, **options).token_ids
-            decoder = Decoder(target, draft)
-            for method, width in (("dflash", 15), ("cast", 7), ("cast", 31)):
-                out = decoder.generate(ids, method=method, width=width, max_new_tokens=24, **options)
-                assert out.token_ids == expected[:24], (method, width, options)
+    """Keyed noise: the seed alone decides."""
+    for seed, golden in enumerate(GREEDY[1:4]):
+        for shaping in (dict(temperature=0.7), dict(temperature=1.0, top_k=50, top_p=0.95)):
+            check_sampled_text(target, draft, golden["prompt_ids"], seed, (7, 31), 24, **shaping)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("shaping", [{}, dict(top_k=50), dict(top_p=0.95), dict(top_k=50, top_p=0.95)], ids=str)
+def test_sampled_text_on_ten_prompts(target, draft, tokenizer, temperature, shaping):
+    """The same on ten prompts of different kinds, at widths 3, 7 and 31."""
+    prompts = [golden["prompt_ids"] for golden in GREEDY] + [tokenizer.encode_chat(text) for text in MORE_PROMPTS]
+    for seed, ids in enumerate(prompts[:10]):
+        check_sampled_text(target, draft, ids, seed, (3, 7, 31), 32, temperature=temperature, **shaping)
 
 
 def check_committed_lengths(target, name, method, width, goldens):
