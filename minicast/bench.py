@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from minicast.command import DTYPES, Choice, Placement, guarded
+from minicast.command import DTYPES, Choice, Placement, at_least, guarded
 from minicast.decode import Decoder, Output, checked
 from minicast.figures import (
     Departure,
@@ -515,14 +515,6 @@ def commit() -> str:
 # The command line
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def at_least(least: int):
-        def parse(text: str) -> int:
-            if int(text) < least:
-                raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-            return int(text)
-
-        return parse
-
     def methods(text: str) -> list[str]:
         names = text.split(",")
         if not set(names) <= set(METHODS) or len(set(names)) < len(names):

@@ -3,6 +3,7 @@
 Flags are each program's own. Nothing here knows how text is made or shown.
 """
 
+import argparse
 import os
 import sys
 import warnings
@@ -20,6 +21,17 @@ from model.transformer import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INTERRUPTED = 130  # what shells report after Ctrl-C
+
+
+def at_least(least: int):
+    """An argparse type: a whole number of at least `least`."""
+
+    def parse(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return int(text)
+
+    return parse
 
 
 def guarded(program: str, run: Callable[[], int]) -> int:

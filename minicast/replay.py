@@ -34,7 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minicast.bench import PROMPTS, commit, read_prompts, write_atomically
-from minicast.command import DTYPES, Choice, Placement, guarded
+from minicast.command import DTYPES, Choice, Placement, at_least, guarded
 from minicast.tree import Tree, ranked_tree, top_ranked
 from minicast.width import MAX_WIDTH
 from model import hub, train_data
@@ -543,14 +543,6 @@ def table(findings: Sequence[Finding]) -> list[str]:
 # The command line
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def at_least(least: int):
-        def parse(text: str) -> int:
-            if int(text) < least:
-                raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-            return int(text)
-
-        return parse
-
     parser = argparse.ArgumentParser(prog="python -m minicast.replay", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR",
                         help="keeps the recorded rounds, a file a prompt, with analysis.json and curve.json")
