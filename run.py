@@ -7,7 +7,6 @@ Text goes to stdout as it is decoded, everything else to stderr. How it is decod
 
 import argparse
 import json
-import math
 import sys
 
 METHODS = ("ar", "dflash", "cast")
@@ -20,38 +19,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def checked(convert, accepts, rule: str):
-    """An argparse type: the converted text, refused with the rule where it is not accepted."""
+def number_or(**words):
+    """An argparse type: a whole number, or the value of one of the words."""
 
     def parse(text: str):
-        try:
-            value = convert(text)
-            accepted = accepts(value)
-        except ValueError:
-            accepted = False
-        if not accepted:
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
-        return value
+        return words[text] if text in words else int(text)
 
+    parse.__name__ = " or ".join((*words, "number"))  # argparse says "invalid auto or round or number value"
     return parse
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Every flag is checked here, before anything slow is imported or loaded."""
-    count = checked(int, lambda n: n >= 0, "a whole number of at least 0")
-    at_least_one = checked(int, lambda k: k >= 1, "at least 1 (leave it out to keep all tokens)")
-    temperature = checked(float, lambda t: t >= 0 and math.isfinite(t), "a finite number of at least 0")
-    fraction = checked(float, lambda p: 0 < p <= 1, "above 0 and at most 1")
-    width = checked(
-        lambda text: text if text in ("auto", "round") else int(text), lambda n: isinstance(n, str) or n >= 0,
-        "auto, round or a whole number of at least 0",
-    )
-    seed = checked(int, lambda s: 0 <= s < 2**63, "a whole number from 0 to 2**63 - 1")
-    rank_cap = checked(
-        lambda text: None if text == "none" else int(text), lambda k: k is None or k >= 1,
-        "a whole number of at least 1, or none",
-    )
-
     parser = Parser(prog="run.py", description="Decode a prompt with a speculative tree (CAST).")
     parser.add_argument("-p", "--prompt", required=True, help='"-" reads stdin, less its last newline')
     group = parser.add_argument_group("model")
@@ -64,17 +42,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--enable-thinking", action="store_true", help="where the chat template has this mode")
     group.add_argument("--raw", action="store_true", help="continue the prompt, no chat template")
     group = parser.add_argument_group("decoding")
-    group.add_argument("--max-new-tokens", type=count, default=256, metavar="N", help="default: %(default)s")
-    group.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="default: 0, greedy")
-    group.add_argument("--top-k", type=at_least_one, metavar="K")
-    group.add_argument("--top-p", type=fraction, metavar="P")
-    group.add_argument("--seed", type=seed, default=0)
+    group.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--seed", type=int, default=0)
     group.add_argument("--method", choices=METHODS, default="cast", help="default: %(default)s")
-    group.add_argument("--width", type=width, default="auto", metavar="N",
+    group.add_argument("--width", type=number_or(auto="auto", round="round"), default="auto", metavar="N",
                        help="nodes of cast's tree; auto, the default: as many as pay on this machine; round: likewise, "
                        "for each round anew")
     group.add_argument("--reprobe", action="store_true", help="measure this machine again for auto and round")
-    group.add_argument("--rank-cap", type=rank_cap, default=8, metavar="K",
+    group.add_argument("--rank-cap", type=number_or(none=None), default=8, metavar="K",
                        help="tokens kept at each depth of the tree, or none; default: %(default)s")
     group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
     group.add_argument("--attention", choices=("sdpa", "static", "flex"),
@@ -92,6 +70,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.show_tree and (arguments.json or arguments.compare):
         parser.error("--show-tree goes with neither --json nor --compare")
     return arguments
+
+
+def decoding_options(arguments: argparse.Namespace) -> dict:
+    """What the flags ask of the decoder, checked, less method and width."""
+    from minicast.decode import Options
+    from model.errors import UsageError
+
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "rank_cap", "verifier")
+    options = {name: getattr(arguments, name) for name in names}
+    try:
+        Options(arguments.method, arguments.width, **options)
+    except UsageError as error:  # it begins with the option's name
+        raise UsageError("--" + str(error).replace("_", "-")) from error
+    return options
 
 
 def encode_prompt(arguments: argparse.Namespace, tokenizer) -> list[int]:
@@ -176,6 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
     from minicast.decode import Decoder
     from minicast.terminal import Screen
 
+    options = decoding_options(arguments)
     placement = Placement.choose(arguments.device, arguments.dtype)
     autoregressive = arguments.method == "ar" or (arguments.method == "cast" and arguments.width == 0)
     drafts = arguments.compare or arguments.explain or arguments.reprobe or not autoregressive
@@ -189,10 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
     target, draft = choice.load(placement)
     compile = False if arguments.eager else None
     decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
-    options = {
-        name: getattr(arguments, name)
-        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "rank_cap", "verifier")
-    } | {"stop_ids": tokenizer.stop_ids}
+    options["stop_ids"] = tokenizer.stop_ids
     screen = Screen()
     if arguments.explain or arguments.reprobe:
         explain_width(decoder, prompt_ids, arguments)

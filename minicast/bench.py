@@ -31,7 +31,7 @@ import torch
 from tqdm import tqdm
 
 from minicast.command import DTYPES, Choice, Placement, at_least, guarded
-from minicast.decode import Decoder, Output, checked
+from minicast.decode import Decoder, Options, Output
 from minicast.figures import (
     Departure,
     Prediction,
@@ -47,7 +47,7 @@ from minicast.figures import (
     table,
 )
 from minicast.methods import METHODS
-from minicast.sampling import SamplingParams, gumbel_noise, shape_logits
+from minicast.sampling import gumbel_noise, shape_logits
 from minicast.tree import ranked_tree
 from minicast.width import MAX_WIDTH
 from model.errors import UsageError, UserError
@@ -166,7 +166,7 @@ def first_departure(
 
     The stochastic verifier draws from the same law, not the same tokens: its samples are not compared.
     """
-    params = SamplingParams(**{name: options[name] for name in SAMPLING if name in options})
+    params = Options(**options).sampling
     if answer == reference or (not params.greedy and options.get("verifier") == "stochastic"):
         return None
     shared = 0
@@ -570,9 +570,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         from minicast import gpu_check
 
         return gpu_check.main(arguments)
-    sampling = checked(
-        SamplingParams, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
-    )
+    options = {name: getattr(arguments, name) for name in ("max_new_tokens", "verifier", *SAMPLING)}
+    Options(**options)  # before anything is loaded
     prompts = read_prompts(arguments.prompts, arguments.limit)
     arms = [
         Arm(method, width)
@@ -584,12 +583,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
     tokenizer = choice.tokenizer()
     prompt_ids = [tokenizer.encode_chat(prompt.text) for prompt in prompts]
-    options = {
-        "max_new_tokens": arguments.max_new_tokens,
-        "stop_ids": tokenizer.stop_ids,
-        "verifier": arguments.verifier,
-        **asdict(sampling),
-    }
+    options["stop_ids"] = tokenizer.stop_ids
     settings = {
         "weights": choice.source(),
         "placement": str(placement),

@@ -1,14 +1,13 @@
 """The round loop: one decoder in which a method is only a proposal (paper, §3.4 and Appendix C).
 
 Symbols: P committed positions in both caches, b pending root (emitted, in neither cache), L block depth, N nodes
-proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a round, F = taps·H feature width,
-S cache slots, V vocabulary.
+proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a round.
 
 A round is seven steps: draft, propose, pack (`propose`), verify, walk, commit (`settle`), emit (`Decoder.stream`).
 A chain is a tree without branches and autoregressive decoding a tree without nodes, so there is one round for all.
 
-Methods are in `methods`, trees are built in `tree`, walked in `verify`, sampled in `sampling`, and their width is
-chosen in `width`; this module holds the state and the order of things.
+The two functions and the state between them are in `round`, methods in `methods`; trees are built in `tree`, walked
+in `verify`, sampled in `sampling`, and their width is chosen in `width`. This module holds the order of things.
 """
 
 import time
@@ -19,25 +18,74 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from graphs.capture import CompiledLayer, CudaRecorder, Graphs, to_host
-from graphs.masks import BODIES, CAUSAL, EVERYTHING, TILE
+from graphs.capture import CompiledLayer, CudaRecorder, Graphs
+from graphs.masks import BODIES
 from minicast.methods import METHODS, Method, Proposal, best_first, chain, no_tree
+from minicast.round import (
+    BUCKETS, FAULTS, MAX_ROWS, PREFILL_ROWS, Request, Settled, State, prefill, propose, read_features, settle,
+)
 from minicast.sampling import SamplingParams
-from minicast.tree import NonFinite, Tree
-from minicast.verify import siblings, target_choices, visit, walk
+from minicast.tree import Tree
+from minicast.verify import target_choices
 from minicast.width import MAX_WIDTH, UNINFORMED, FixedWidth, clamp_width
 from model.config import check_pair
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.transformer import KVCache, Target, Window
+from model.transformer import Target
 
-MAX_ROWS = MAX_WIDTH + 1  # packed rows of the widest tree
-BUCKETS = (1, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # packed rows that static rounds are padded to
-PREFILL_ROWS = 512  # prompt positions a pass: bounds the memory of a long prompt
-FAULTS = {  # what a round reports in place of the next token
-    -1: "the target gave non-finite logits; try --dtype float32, or check the checkpoint",
-    -2: "the drafter gave non-finite scores; check its checkpoint, or use method 'ar'",
-}
+
+@dataclass(frozen=True)
+class Options:
+    """How an answer is decoded. What cannot be served is a `UsageError` when the options are made.
+
+    Attributes:
+        method: "ar", "dflash", "cast", or a function from `Proposal` to `Tree`
+        width: N for "cast", 0..127; 0 is "ar"; "auto": one that pays on this machine, found by a probe that is
+            kept on disk; "round": likewise, for each round; both fall back on AR where drafting does not pay;
+            or a policy of your own, an object with `width`, `trim` and `observe` like `FixedWidth`
+        max_new_tokens: exact bound on new tokens; 0 gives none
+        temperature, top_k, top_p, seed: see `minicast.sampling`; temperature 0 is greedy
+        stop_ids: ids that end the answer; the one reached is emitted
+        rank_cap: K, ranks kept at each position; None keeps all
+        verifier: "direct" or "stochastic" (see `minicast.verify`), only matters at temperature > 0
+    """
+
+    method: str | Method = "cast"
+    width: object = "auto"
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    stop_ids: Sequence[int] = ()
+    rank_cap: int | None = 8
+    verifier: str = "direct"
+
+    def __post_init__(self):
+        N, K, whole = self.width, self.rank_cap, lambda value: isinstance(value, Integral) and value is not True
+        rules = {
+            "method": (callable(self.method) or self.method in METHODS, f"one of {', '.join(METHODS)}, or a function"),
+            "width": (
+                hasattr(N, "observe") or N in ("auto", "round") or (whole(N) and N >= 0),
+                f"auto, round or a whole number from 0 to {MAX_WIDTH}",
+            ),
+            "max_new_tokens": (whole(self.max_new_tokens) and self.max_new_tokens >= 0, "a whole number of at least 0"),
+            "rank_cap": (K is None or (whole(K) and K >= 1), "at least 1, or none to keep all ranks"),
+            "verifier": (self.verifier in ("direct", "stochastic"), "direct or stochastic"),
+            "stop_ids": (not isinstance(self.stop_ids, (Integral, str)), "a collection of token ids"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise UsageError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+        self.sampling  # raises, too
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """What concerns the target's law and its choices."""
+        try:
+            return SamplingParams(self.temperature, self.top_k, self.top_p, self.seed)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
 
 @dataclass
@@ -91,264 +139,12 @@ class Round:
         return 0 if self.tree is None else self.tree.width
 
 
-@dataclass(frozen=True)
-class Request:
-    """What stays the same through all rounds of one answer.
-
-    Attributes:
-        method: proposes each round's tree
-        rank_cap: K
-        params: how the target's choice is made
-        stochastic: by the paper's verifier rather than the direct walk
-        tap: collect features for the drafter
-        deepest: most levels a tree can have, known without looking at it
-    """
-
-    method: Method
-    rank_cap: int | None
-    params: SamplingParams
-    stochastic: bool
-    tap: bool
-    deepest: int
-
-    def constants(self) -> "Request":
-        """All of it that a graph of `settle` holds: not how trees are proposed, and the seed is in a buffer."""
-        return replace(self, method=no_tree, params=replace(self.params, seed=0))
-
-
-class State:
-    """Everything that lives across rounds, at fixed addresses.
-
-    Attributes:
-        P: (1,) int64, committed positions; `prefix` is the same on the host, equal at the start of every round
-        D: (1,) int64, positions that the drafter has read into its cache, ≤ P; `drafted` on the host
-        root: (1,) int64, b; seed: (1,) int64, the request's
-        target_cache, draft_cache: slots < P hold committed positions; above is scratch of the running round
-        features: (1, S, F), tap features of committed positions; written by `settle`, read by the drafter
-        tapped: positions whose features are there; less than P after rounds that did not tap
-        tokens, parents, depths: (MAX_ROWS,) int64, log_mass: (MAX_ROWS,) float32, visible: (MAX_ROWS, MAX_ROWS)
-            bool, the pack: row 0 is the root, parents are packed rows, a padding row is its own parent and sees
-            only itself; written by `pack`, read by `settle`
-        cached_ids: token ids of the committed positions, for reuse by a prompt that starts with them
-        static: shapes are padded and nothing below reads a host value that changes from round to round
-    """
-
-    def __init__(self, target: Target, draft: DraftHead | None, body):
-        self.target, self.draft, self.body, self.static = target, draft, body, body.static
-        self.depth = draft.block_size - 1 if draft else 0
-        device = target.device
-        self.P = torch.zeros(1, dtype=torch.int64, device=device)
-        self.D = torch.zeros(1, dtype=torch.int64, device=device)
-        self.root = torch.zeros(1, dtype=torch.int64, device=device)
-        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
-        self.rows = torch.arange(max(MAX_ROWS, PREFILL_ROWS), device=device)
-        self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
-        self.parents = self.rows[:MAX_ROWS].clone()
-        self.depths = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
-        self.log_mass = torch.zeros(MAX_ROWS, device=device)
-        self.visible = torch.eye(MAX_ROWS, dtype=torch.bool, device=device)
-        self.slots = 0
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the cached prefix, and free the caches, unless graphs may hold their addresses."""
-        self.prefix = self.drafted = self.tapped = 0
-        self.cached_ids: list[int] = []
-        if not self.static or not self.slots:
-            self.slots = 0
-            self.target_cache = self.draft_cache = self.features = None
-            return
-        self.P.zero_()
-        self.D.zero_()
-        for cache in (self.target_cache, self.draft_cache):
-            if cache:
-                cache.data.zero_()
-        if self.features is not None:
-            self.features.zero_()
-
-    def reserve(self, positions: int) -> bool:
-        """Room for `positions` committed positions and the widest round above them, in whole tiles.
-
-        True where the caches grew: that forgets the prefix, and what was captured holds addresses of old ones.
-        """
-        slots = positions + max(MAX_ROWS, self.depth + 1)
-        slots += -slots % TILE
-        if slots <= self.slots:
-            return False
-        self.slots = 0
-        self.reset()
-        self.slots = slots
-        target, draft = self.target, self.draft
-        self.target_cache = KVCache(target.config, slots, target.dtype, target.device)
-        if draft:
-            self.draft_cache = KVCache(draft.config, slots, target.dtype, target.device)
-            width = len(draft.taps) * target.config.hidden
-            self.features = torch.zeros(1, slots, width, dtype=target.dtype, device=target.device)
-        return True
-
-    def buffers(self) -> list[Tensor]:
-        """What a round reads and changes, less the caches, of which it only changes what lies above P."""
-        return [self.P, self.D, self.root, self.tokens, self.parents, self.depths, self.log_mass, self.visible]
-
-    def commit(self, token_ids: list[int], tap: bool) -> None:
-        """Follow on the host what was committed on the device."""
-        self.cached_ids += token_ids
-        self.prefix += len(token_ids)
-        if tap:
-            self.tapped = self.prefix
-
-    def keep(self, prefix: int) -> None:
-        """Keep the first `prefix` committed positions; what lies above is overwritten before it is read."""
-        self.prefix = prefix
-        self.drafted, self.tapped = min(self.drafted, prefix), min(self.tapped, prefix)
-        self.P.fill_(prefix)
-        self.D.fill_(self.drafted)
-        del self.cached_ids[prefix:]
-
-    def window(self, offsets: Tensor, visible: Tensor | str) -> Window:
-        """The pass of rows at P + offsets (n,) that see the prefix and, of each other, what `visible` says."""
-        return self.body.window(self.P, self.prefix, offsets, visible, self.slots)
-
-
-def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
-    """Commit the prompt's ids beyond the cached prefix, chunk by chunk -> logits (1, V) after its last token."""
-    target = state.target
-    while state.prefix < len(token_ids):
-        chunk = list(token_ids[state.prefix : state.prefix + PREFILL_ROWS])
-        rows = state.rows[: len(chunk)]
-        tokens = torch.tensor([chunk], device=target.device)
-        taps = state.draft.taps if tap else ()
-        hidden, features = target(tokens, state.target_cache, state.window(rows, CAUSAL), taps)
-        if tap:
-            state.features[:, state.prefix : state.prefix + len(chunk)] = features
-        state.commit(chunk, tap)
-        state.P.fill_(state.prefix)
-        if tap:
-            read_features(state, state.prefix - state.drafted)
-    return target.logits(hidden[0, -1:])
-
-
-def read_features(state: State, count: int) -> None:
-    """Feed the drafter's cache from the feature cache: `count` positions from D on.
-
-    Static rounds read L + 1 whatever was committed; what lies beyond P is overwritten before it is seen.
-    """
-    slots = state.D + state.rows[:count]
-    state.draft.extend(state.features.index_select(1, slots), state.draft_cache, slots)
-    state.D.copy_(torch.minimum(state.D + count, state.P))
-    state.drafted = min(state.drafted + count, state.prefix)
-
-
-def draft(state: State) -> Tensor:
-    """Step 1: one pass of the drafter over [b, mask × L] at positions P..P+L -> log q (L, V)."""
-    rows = state.depth + 1
-    behind = rows if state.static else state.prefix - state.drafted
-    if behind:
-        read_features(state, behind)
-    block = torch.full((1, rows), state.draft.mask_token_id, device=state.P.device)
-    block[:, :1] = state.root
-    hidden = state.draft(block, state.draft_cache, state.window(state.rows[:rows], EVERYTHING), state.target)
-    return torch.log_softmax(state.target.logits(hidden[0]), dim=-1)
-
-
-def pack(state: State, tree: Tree) -> None:
-    """Step 3: lay [b, z_1 … z_N] into the pack. Row v holds node v − 1, so parents shift by one."""
-    n, rows = tree.width + 1, state.rows[:MAX_ROWS]
-    state.tokens[:1] = state.root
-    state.tokens[1:n] = tree.tokens
-    state.depths[1:n] = tree.depths
-    state.log_mass[1:n] = tree.log_mass
-    real = tree.log_mass > -torch.inf  # a static builder may have found fewer nodes than it had room for
-    state.parents[1:n] = torch.where(real, tree.parents + 1, rows[1:n])
-    state.visible[:n, :n] = tree.ancestors()
-    if state.static:  # padding rows see themselves alone, at b's position
-        state.parents[n:] = rows[n:]
-        state.depths[n:].zero_()
-        state.visible[n:] = torch.eye(MAX_ROWS, dtype=torch.bool, device=rows.device)[n:]
-
-
-def propose(state: State, request: Request, token_ids: Sequence[int], width: int) -> Tree:
-    """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
-    proposal = Proposal(token_ids, width, request.rank_cap, lambda: draft(state), state.static, state.P.device)
-    try:
-        tree = request.method(proposal).to(state.P.device)
-    except NonFinite as error:  # builders of fixed shape cannot raise: `settle` reports for them
-        raise UserError(FAULTS[-2]) from error
-    pack(state, tree)
-    return tree
-
-
-def settle(state: State, request: Request, n: int) -> Tensor:
-    """Steps 4–6: verify the pack's first n rows, walk, commit the accepted path.
-
-    Returns what the host needs to know as one tensor (2 + 2M,) int64, M rows of path at most: A, the target's own
-    next token (below 0: a key of FAULTS), the path's tokens (M,) and its packed rows (M,), of which the first
-    A + 1 count. `Settled.read` is its reader.
-    """
-    tokens, parents, depths, visible = state.tokens[:n], state.parents[:n], state.depths[:n], state.visible[:n, :n]
-    deepest = min(n - 1, request.deepest)
-    tokens[:1] = state.root  # there already, unless nothing was proposed and so nothing packed
-    # 4 verify
-    taps = state.draft.taps if request.tap else ()
-    hidden, features = state.target(tokens[None], state.target_cache, state.window(depths, visible), taps)
-    logits = state.target.logits(hidden[0])
-    # 5 walk
-    children = None
-    if request.stochastic and n > 1:
-        children = siblings(tokens, parents, state.log_mass[:n], min(n - 1, request.rank_cap or n - 1))
-    if request.params.greedy or state.static:
-        positions = state.P + 1 + state.rows[: deepest + 1]
-        choices = target_choices(logits, request.params, positions, children, state.seed, depths)
-        walked = walk(tokens, parents, visible, choices, deepest)
-    else:  # a choice is a pass over the vocabulary: make it only at the rows visited
-        walked = visit(tokens, parents, logits, request.params, state.P, children, deepest)
-    # 6 commit: the path's rows move down to slots P, P + 1, …; entries past A copy themselves and stay scratch
-    slots = state.P + state.rows[: deepest + 1]
-    state.target_cache.move(state.P + walked.path, slots)
-    if request.tap:
-        state.features.index_copy_(1, slots, features.index_select(1, walked.path))
-    state.P += walked.accepted + 1
-    state.root.copy_(walked.next_root)
-    next_token = torch.where(state.log_mass[:n].isnan().any(), -2, walked.next_root)  # a key of FAULTS
-    return torch.cat((torch.stack((walked.accepted, next_token)), tokens[walked.path], walked.path))
-
-
-@dataclass(frozen=True)
-class Settled:
-    """A round's outcome on the host.
-
-    Attributes:
-        tokens: b and the accepted tokens, now committed
-        path: their packed rows
-        next_token: the target's own, the new b; or a key of FAULTS
-    """
-
-    tokens: list[int]
-    path: list[int]
-    next_token: int
-
-    @classmethod
-    def read(cls, outcome: Tensor) -> "Settled":
-        """Copy the outcome of `settle` to the host: the one host sync of a round whose tree needs none."""
-        accepted, next_token, *rest = to_host(outcome).tolist()
-        tokens, path = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        return cls(tokens[: accepted + 1], path[: accepted + 1], next_token)
-
-
 def cut(tokens: list[int], room: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
     """The emitted part of a round's tokens: up to the first stop id, at most `room`; and whether it was a stop id."""
     for count, token in enumerate(tokens[:room], start=1):
         if token in stop_ids:
             return tokens[:count], True
     return tokens[:room], False
-
-
-def checked(build, *values):
-    """What `build` makes of the values; a value that it refuses is a usage error."""
-    try:
-        return build(*values)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 class Decoder:
@@ -395,51 +191,31 @@ class Decoder:
         self.state.reset()
 
     def generate(self, prompt_ids: Sequence[int], **options) -> Output:
-        """Answer a prompt; options as for `stream`."""
+        """Answer a prompt; `options` are those of `Options`."""
         for _ in self.stream(prompt_ids, **options):
             pass
         return self.output
 
     @torch.no_grad()
-    def stream(
-        self,
-        prompt_ids: Sequence[int],
-        method: str | Method = "cast",
-        width: int | str = "auto",
-        max_new_tokens: int = 64,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        stop_ids: Sequence[int] = (),
-        rank_cap: int | None = 8,
-        verifier: str = "direct",
-    ) -> Iterator[Round]:
+    def stream(self, prompt_ids: Sequence[int], **options) -> Iterator[Round]:
         """Yield the answer round by round; `self.output` is complete after each.
 
         Args:
             prompt_ids: at least one id; never altered
-            method: "ar", "dflash", "cast", or a function from `Proposal` to `Tree`
-            width: N for "cast", 0..127; 0 is "ar"; "auto": one that pays on this machine, found by a probe that is
-                kept on disk; "round": likewise, for each round; both fall back on AR where drafting does not pay;
-                or a policy of your own, an object with `width`, `trim` and `observe` like `FixedWidth`
-            max_new_tokens: exact bound on new tokens; 0 gives none
-            temperature, top_k, top_p, seed: see `minicast.sampling`; temperature 0 is greedy
-            stop_ids: ids that end the answer; the one reached is emitted
-            rank_cap: K, ranks kept at each position; None keeps all
-            verifier: "direct" or "stochastic" (see `minicast.verify`), only matters at temperature > 0
+            options: those of `Options`
 
         Raises:
             UsageError: for a request that can't be served
-            UserError: when the target's logits are not finite
+            UserError: when the logits of the target, or the scores of the drafter, are not finite
         """
-        room, full = self._room(prompt_ids, max_new_tokens)
-        policy = self._policy(method, width, len(prompt_ids), room)
+        wanted = Options(**options)
+        stop_ids = wanted.stop_ids
+        room, full = self._room(prompt_ids, wanted.max_new_tokens)
+        policy = self._policy(wanted.method, wanted.width, len(prompt_ids), room)
+        request = self._request(wanted, policy.width)
         started = time.perf_counter()
         state, output = self.state, Output(stop_reason=full)
         self.output = output
-        params = checked(SamplingParams, temperature, top_k, top_p, seed)
-        request = self._request(method, policy.width, rank_cap, params, verifier)
         if room == 0:
             return
         token_ids = list(prompt_ids)
@@ -484,9 +260,7 @@ class Decoder:
         if hasattr(width, "observe"):
             return width
         if isinstance(width, Integral):
-            return FixedWidth(checked(clamp_width, width))
-        if width not in ("auto", "round"):
-            raise UsageError(f"unknown width {width!r}: choose auto, round or a number from 0 to {MAX_WIDTH}")
+            return FixedWidth(clamp_width(width))
         own_method = callable(method) and method not in METHODS.values()
         if self.draft is None or new_tokens == 0 or not (own_method or method in ("cast", best_first)):
             return FixedWidth(UNINFORMED)
@@ -496,25 +270,18 @@ class Decoder:
             self.deployment = Deployment(self)
         return self.deployment.policy(width, own_method, prompt_tokens, new_tokens)
 
-    def _request(self, method, width: int, rank_cap: int | None, params: SamplingParams, verifier: str) -> Request:
-        """The request, checked."""
-        if isinstance(method, str):
-            if method not in METHODS:
-                raise UsageError(f"unknown method {method!r}: choose from {', '.join(METHODS)}")
-            method = METHODS[method]
+    def _request(self, options: Options, width: int) -> Request:
+        """What the rounds need of `options`, where they begin with trees of `width` nodes."""
+        method = METHODS.get(options.method, options.method)
         if method is best_first and width == 0:
             method = no_tree
         if self.draft is None and method in (chain, best_first):
             raise UsageError("this method needs a draft head; give one, or use method 'ar'")
-        if rank_cap is not None and rank_cap < 1:
-            raise UsageError(f"rank_cap must be at least 1, or None to keep all ranks, got {rank_cap}")
-        if verifier not in ("direct", "stochastic"):
-            raise UsageError(f"unknown verifier {verifier!r}: choose from direct, stochastic")
         return Request(
             method=method,
-            rank_cap=rank_cap,
-            params=params,
-            stochastic=verifier == "stochastic" and not params.greedy,
+            rank_cap=options.rank_cap,
+            params=options.sampling,
+            stochastic=options.verifier == "stochastic" and options.temperature > 0,
             tap=self.draft is not None and method is not no_tree,
             deepest=self.state.depth if method in METHODS.values() else MAX_WIDTH,
         )
@@ -528,8 +295,6 @@ class Decoder:
             raise UsageError(f"the prompt has ids outside the target's vocabulary of {self.target.vocab_size}")
         if length > context:
             raise UsageError(f"the prompt has {length} tokens, the target's context is {context}; shorten the prompt")
-        if max_new_tokens < 0:
-            raise UsageError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
         return min(max_new_tokens, context - length), "length" if max_new_tokens <= context - length else "context"
 
     def _begin(self, token_ids: list[int], room: int, request: Request) -> None:

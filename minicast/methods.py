@@ -16,9 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from minicast.tree import (
-    Tree, best_first_tree, candidate_pairs, chain_tree, device_chain, device_tree, top_ranked,
-)
+from minicast.tree import Tree, best_first_tree, candidate_pairs, device_tree, top_ranked
 
 
 @dataclass
@@ -60,20 +58,23 @@ def no_tree(proposal: Proposal) -> Tree:
 
 @capturable
 def chain(proposal: Proposal) -> Tree:
-    """DFlash: the likeliest token at each of the L positions."""
+    """DFlash: the likeliest token at each of the L positions, a tree of rank cap 1."""
     log_q = proposal.draft()
-    build = device_chain if proposal.static else chain_tree
-    return build(log_q, log_q.shape[0])
+    return _tree(proposal, log_q, log_q.shape[0], rank_cap=1)
 
 
 @capturable
 def best_first(proposal: Proposal) -> Tree:
     """CAST: the N best prefixes."""
+    return _tree(proposal, proposal.draft(), proposal.width, proposal.rank_cap)
+
+
+def _tree(proposal: Proposal, log_q: Tensor, width: int, rank_cap: int | None) -> Tree:
+    """The best-first tree of log_q (L, V), by the heap or, where shapes must not depend on data, on the device."""
     if not proposal.static:
-        return best_first_tree(proposal.draft(), proposal.width, proposal.rank_cap)
-    tokens, log_q = top_ranked(proposal.draft(), min(proposal.rank_cap or proposal.width, proposal.width))
-    pairs = kept_pairs(proposal.width, tokens.shape[1], tokens.device)
-    return device_tree(tokens, log_q, proposal.width, pairs)
+        return best_first_tree(log_q, width, rank_cap)
+    tokens, log_q = top_ranked(log_q, min(rank_cap or width, width))
+    return device_tree(tokens, log_q, width, kept_pairs(width, tokens.shape[1], tokens.device))
 
 
 # Made on the host, so before a graph is captured, and kept as long as a graph may read them.

@@ -22,8 +22,8 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
-from minicast.decode import BUCKETS, MAX_ROWS, Decoder, Request
-from minicast.sampling import SamplingParams
+from minicast.decode import Decoder, Options
+from minicast.round import BUCKETS, MAX_ROWS, Request
 from minicast.tree import Tree
 from minicast.width import (
     MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, RoundWidth, best_drafted,
@@ -114,7 +114,7 @@ class Passes:
 
     def __init__(self, decoder: Decoder, prefix: int, positions: int = 0):
         self.decoder, self.state, self.prefix = decoder, decoder.state, prefix
-        self.request: Request = decoder._request("cast", 1, 8, SamplingParams(), "direct")
+        self.request: Request = decoder._request(Options(), 1)
         decoder.reset()
         decoder._reserve(max(prefix, positions))
         self.propose(MAX_WIDTH)  # its first rows are a pack of any smaller width

@@ -230,13 +230,3 @@ def device_tree(tokens: torch.Tensor, log_q: torch.Tensor, width: int, pairs: to
         depths=torch.where(real, depth, 0) + 1,
         log_mass=log_mass,
     )
-
-
-def device_chain(log_q: torch.Tensor, width: int) -> Tree:
-    """chain_tree of log_q (L, V) in operations of fixed shape; a mass of zero stays, as in device_tree."""
-    best = log_q[:width].max(dim=1)  # the first of equal values
-    masses = [best.values.new_zeros((), dtype=torch.float32)]
-    for step in best.values.float():
-        masses.append(masses[-1] + step)
-    place = torch.arange(best.indices.shape[0], device=log_q.device)
-    return Tree(tokens=best.indices, parents=place - 1, depths=place + 1, log_mass=torch.stack(masses[1:]))

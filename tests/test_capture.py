@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs
 from minicast import Decoder
-from minicast.decode import BUCKETS, State, pack, settle
+from minicast.decode import Options
 from minicast.methods import METHODS
-from minicast.sampling import SamplingParams
+from minicast.round import BUCKETS, State, pack, settle
 from model.linear import Linear
 from test_decode import CONTEXT, autoregressive, oracle, prompt_of, tiny_draft, tiny_target, tree_of
 
@@ -275,7 +275,7 @@ def test_padding_leaves_committed_slots_untouched(models, body):
         state = decoder.state
         P = state.prefix
         before = state.target_cache.data[..., :P, :].clone(), state.features[:, :P].clone()
-        request = decoder._request("cast", 7, 8, SamplingParams(), "direct")
+        request = decoder._request(Options(), 7)
         with torch.no_grad():
             pack(state, tree_of([(5, -1), (6, 0)]))
             settle(state, request, n)

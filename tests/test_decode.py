@@ -10,7 +10,7 @@ import torch
 
 from graphs.masks import BODIES
 from minicast import Decoder, generate
-from minicast.decode import State, pack, prefill, read_features
+from minicast.round import State, pack, prefill, read_features
 from minicast.tree import Tree
 from model.config import DraftConfig, Rope, TargetConfig
 from model.dflash import DraftHead
@@ -345,13 +345,13 @@ def test_the_shortest_prompts(models):
 
 def test_a_long_prompt_prefills_in_chunks(monkeypatch):
     """Chunked and whole prefill agree, and no chunk is longer than the bound."""
-    import minicast.decode as decode
+    from minicast import round
 
     target, draft = tiny_target(context=2048), tiny_draft(context=2048)
     prompt = prompt_of(700)
-    monkeypatch.setattr(decode, "PREFILL_ROWS", 1024)
+    monkeypatch.setattr(round, "PREFILL_ROWS", 1024)
     whole = Decoder(target, draft).generate(prompt, max_new_tokens=20).token_ids
-    monkeypatch.setattr(decode, "PREFILL_ROWS", 64)
+    monkeypatch.setattr(round, "PREFILL_ROWS", 64)
     rows = []
     target.register_forward_pre_hook(lambda module, arguments: rows.append(arguments[0].shape[1]))
     chunked = Decoder(target, draft).generate(prompt, max_new_tokens=20).token_ids

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from minicast import probe
-from minicast.decode import BUCKETS, Decoder
+from minicast.decode import Decoder
+from minicast.round import BUCKETS
 from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, MassCurve, interleaved, paper_probe
 from minicast.tree import best_first_tree, chain_tree
 from minicast.width import MAX_WIDTH, AutoWidth, FixedWidth, RoundWidth
@@ -288,7 +289,7 @@ def test_which_methods_get_which_policy(target, draft, table):
     decoder = Decoder(target, draft, max_length=64)
     assert decoder._policy("cast", "auto", 300, 9).width == 0
     assert decoder._policy(own, "auto", 300, 9).width > 0
-    with pytest.raises(UsageError, match="unknown width 'wide'"):
+    with pytest.raises(UsageError, match="width must be auto, round or .* got 'wide'"):
         decoder.generate(prompt_of(5), width="wide")
     with pytest.raises(UsageError, match="draft head"):
         Decoder(target).generate(prompt_of(5))

@@ -134,11 +134,11 @@ def test_every_width_on_ten_prompts_gives_the_autoregressive_tokens(target, draf
 @pytest.mark.slow
 def test_a_prompt_of_six_thousand_tokens(target, draft, monkeypatch):
     """Prefill in chunks of bounded memory, equal to prefill in one chunk."""
-    import minicast.decode as decode
+    from minicast import round
 
     ids = (GREEDY[1]["prompt_ids"] * 200)[:6000]
     chunked = Decoder(target, draft).generate(ids, max_new_tokens=16)
-    monkeypatch.setattr(decode, "PREFILL_ROWS", 6000)
+    monkeypatch.setattr(round, "PREFILL_ROWS", 6000)
     whole = Decoder(target, draft).generate(ids, max_new_tokens=16)
     assert chunked.token_ids == whole.token_ids
 

@@ -121,7 +121,7 @@ def test_help_and_usage_errors_do_not_import_torch():
     """Importing torch takes seconds, which --help and a typing error should not."""
     code = (
         "import sys, run\n"
-        "for flags in (['--help'], ['-p', 'x', '--temperature', '-1'], ['--raw']):\n"
+        "for flags in (['--help'], ['-p', 'x', '--temperature', 'hot'], ['--raw']):\n"
         "    try: run.main(flags)\n"
         "    except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules or 'minicast' in sys.modules)"
@@ -498,14 +498,14 @@ def test_compare_prints_all_methods(cli, expected):
 
 def test_compare_fails_on_a_real_departure(cli, monkeypatch):
     """A tree that gives other tokens at a wide gap is a bug, and the exit status says so."""
-    from minicast import decode
+    from minicast import round
 
-    true_walk = decode.walk
+    true_walk = round.walk
 
     def wrong(tokens, parents, visible, choices, depth):
         return true_walk(tokens, parents, visible, (choices + (len(tokens) > 1)) % 256, depth)
 
-    monkeypatch.setattr(decode, "walk", wrong)
+    monkeypatch.setattr(round, "walk", wrong)
     status, out, _ = cli("--raw", "--max-new-tokens", "9", "--compare")
     assert status == 1 and "the top-two gap there is" in out
 

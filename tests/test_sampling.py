@@ -36,11 +36,11 @@ from minicast.sampling import (
         ("seed", (-1, 2**63, 0.5, None)),
     ],
 )
-def test_a_senseless_request_is_refused_by_the_flags_name(flag, values):
-    """One line that names the flag and the value. Guards against NaN passing a comparison, and True passing
+def test_a_senseless_request_is_refused_by_name(flag, values):
+    """One line that names the setting and the value. Guards against NaN passing a comparison, and True passing
     as 1."""
     for value in values:
-        with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} .* got {value}") as error:
+        with pytest.raises(ValueError, match=f"{flag} .* got {value}") as error:
             SamplingParams(**{"temperature": 1.0, flag: value})
         assert "\n" not in str(error.value)
 

@@ -14,7 +14,6 @@ from minicast.tree import (
     best_first_tree,
     candidate_pairs,
     chain_tree,
-    device_chain,
     device_tree,
     expand,
     ranked_tree,
@@ -214,7 +213,6 @@ def test_equal_best_tokens():
     log_q = torch.full((2, 5000), -9.0)
     log_q[:, [7, 3]] = -0.7
     assert chain_tree(log_q, 2).tokens.tolist() == [3, 3]
-    assert device_chain(log_q, 2).tokens.tolist() == [3, 3]
     assert best_first_tree(log_q, 2).tokens.tolist() == [3, 7]
 
 
@@ -231,7 +229,7 @@ def test_chain(kind):
         assert tree.tokens.tolist() == log_q.float().argmax(dim=1).tolist()[:size]
         assert tree.parents.tolist() == list(range(-1, size - 1))
         assert tree.depths.tolist() == list(range(1, size + 1))
-        assert_same(device_chain(log_q, width), tree)
+        assert_same(device_tree(*top_ranked(log_q, 1), size, candidate_pairs(size, 1)), tree)
 
 
 # Ancestors
@@ -310,7 +308,6 @@ def test_device_builders_are_capturable():
         tree = device_tree(tokens, ranked, 63, pairs)
         assert all(getattr(tree, name).shape == (63,) for name in FIELDS)
         assert tree.ancestors().shape == (64, 64)
-        assert all(getattr(device_chain(log_q, 4), name).shape == (4,) for name in FIELDS)
         with pytest.raises(DataDependentOutputException):
             ranked_tree(tokens, ranked, 63)
 

@@ -24,13 +24,10 @@ from minicast.sampling import (
     keyed_uniform,
     log_probabilities,
 )
+from minicast.theorem3 import Siblings, acceptance, siblings, stochastic_choices
 from minicast.verify import (
-    Siblings,
     Walk,
-    acceptance,
     child_rows,
-    siblings,
-    stochastic_choices,
     target_choices,
     visit,
     walk,

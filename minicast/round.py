@@ -1,0 +1,283 @@
+"""One round: the static state and the two functions over it (paper, §3.4 and Appendix C).
+
+Symbols: P committed positions in both caches, b pending root (emitted, in neither cache), L block depth, N nodes
+proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a round, F = taps·H feature width,
+S cache slots, V vocabulary.
+
+    `propose`   1 draft, 2 propose, 3 pack
+    `settle`    4 verify, 5 walk, 6 commit
+
+Both read and write `State` alone, at fixed addresses, so that the same two functions run as they are on a CPU and are
+replayed from CUDA graphs on a GPU (`graphs.capture`). What repeats them, and step 7, emit, is in `decode`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from graphs.capture import to_host
+from graphs.masks import CAUSAL, EVERYTHING, TILE
+from minicast.methods import Method, Proposal, no_tree
+from minicast.sampling import SamplingParams
+from minicast.tree import NonFinite, Tree
+from minicast.verify import target_choices, visit, walk
+from minicast.width import MAX_WIDTH
+from model.dflash import DraftHead
+from model.errors import UserError
+from model.transformer import KVCache, Target, Window
+
+MAX_ROWS = MAX_WIDTH + 1  # packed rows of the widest tree
+BUCKETS = (1, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # packed rows that static rounds are padded to
+PREFILL_ROWS = 512  # prompt positions a pass: bounds the memory of a long prompt
+FAULTS = {  # what a round reports in place of the next token
+    -1: "the target gave non-finite logits; try --dtype float32, or check the checkpoint",
+    -2: "the drafter gave non-finite scores; check its checkpoint, or use method 'ar'",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What stays the same through all rounds of one answer.
+
+    Attributes:
+        method: proposes each round's tree
+        rank_cap: K
+        params: how the target's choice is made
+        stochastic: by the paper's verifier rather than the direct walk
+        tap: collect features for the drafter
+        deepest: most levels a tree can have, known without looking at it
+    """
+
+    method: Method
+    rank_cap: int | None
+    params: SamplingParams
+    stochastic: bool
+    tap: bool
+    deepest: int
+
+    def constants(self) -> "Request":
+        """All of it that a graph of `settle` holds: not how trees are proposed, and the seed is in a buffer."""
+        return replace(self, method=no_tree, params=replace(self.params, seed=0))
+
+
+class State:
+    """Everything that lives across rounds, at fixed addresses.
+
+    Attributes:
+        P: (1,) int64, committed positions; `prefix` is the same on the host, equal at the start of every round
+        D: (1,) int64, positions that the drafter has read into its cache, ≤ P; `drafted` on the host
+        root: (1,) int64, b; seed: (1,) int64, the request's
+        target_cache, draft_cache: slots < P hold committed positions; above is scratch of the running round
+        features: (1, S, F), tap features of committed positions; written by `settle`, read by the drafter
+        tapped: positions whose features are there; less than P after rounds that did not tap
+        tokens, parents, depths: (MAX_ROWS,) int64, log_mass: (MAX_ROWS,) float32, visible: (MAX_ROWS, MAX_ROWS)
+            bool, the pack: row 0 is the root, parents are packed rows, a padding row is its own parent and sees
+            only itself; written by `pack`, read by `settle`
+        cached_ids: token ids of the committed positions, for reuse by a prompt that starts with them
+        static: shapes are padded and nothing below reads a host value that changes from round to round
+    """
+
+    def __init__(self, target: Target, draft: DraftHead | None, body):
+        self.target, self.draft, self.body, self.static = target, draft, body, body.static
+        self.depth = draft.block_size - 1 if draft else 0
+        device = target.device
+        self.P = torch.zeros(1, dtype=torch.int64, device=device)
+        self.D = torch.zeros(1, dtype=torch.int64, device=device)
+        self.root = torch.zeros(1, dtype=torch.int64, device=device)
+        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self.rows = torch.arange(max(MAX_ROWS, PREFILL_ROWS), device=device)
+        self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self.parents = self.rows[:MAX_ROWS].clone()
+        self.depths = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self.log_mass = torch.zeros(MAX_ROWS, device=device)
+        self.visible = torch.eye(MAX_ROWS, dtype=torch.bool, device=device)
+        self.slots = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the cached prefix, and free the caches, unless graphs may hold their addresses."""
+        self.prefix = self.drafted = self.tapped = 0
+        self.cached_ids: list[int] = []
+        if not self.static or not self.slots:
+            self.slots = 0
+            self.target_cache = self.draft_cache = self.features = None
+            return
+        self.P.zero_()
+        self.D.zero_()
+        for cache in (self.target_cache, self.draft_cache):
+            if cache:
+                cache.data.zero_()
+        if self.features is not None:
+            self.features.zero_()
+
+    def reserve(self, positions: int) -> bool:
+        """Room for `positions` committed positions and the widest round above them, in whole tiles.
+
+        True where the caches grew: that forgets the prefix, and what was captured holds addresses of old ones.
+        """
+        slots = positions + max(MAX_ROWS, self.depth + 1)
+        slots += -slots % TILE
+        if slots <= self.slots:
+            return False
+        self.slots = 0
+        self.reset()
+        self.slots = slots
+        target, draft = self.target, self.draft
+        self.target_cache = KVCache(target.config, slots, target.dtype, target.device)
+        if draft:
+            self.draft_cache = KVCache(draft.config, slots, target.dtype, target.device)
+            width = len(draft.taps) * target.config.hidden
+            self.features = torch.zeros(1, slots, width, dtype=target.dtype, device=target.device)
+        return True
+
+    def buffers(self) -> list[Tensor]:
+        """What a round reads and changes, less the caches, of which it only changes what lies above P."""
+        return [self.P, self.D, self.root, self.tokens, self.parents, self.depths, self.log_mass, self.visible]
+
+    def commit(self, token_ids: list[int], tap: bool) -> None:
+        """Follow on the host what was committed on the device."""
+        self.cached_ids += token_ids
+        self.prefix += len(token_ids)
+        if tap:
+            self.tapped = self.prefix
+
+    def keep(self, prefix: int) -> None:
+        """Keep the first `prefix` committed positions; what lies above is overwritten before it is read."""
+        self.prefix = prefix
+        self.drafted, self.tapped = min(self.drafted, prefix), min(self.tapped, prefix)
+        self.P.fill_(prefix)
+        self.D.fill_(self.drafted)
+        del self.cached_ids[prefix:]
+
+    def window(self, offsets: Tensor, visible: Tensor | str) -> Window:
+        """The pass of rows at P + offsets (n,) that see the prefix and, of each other, what `visible` says."""
+        return self.body.window(self.P, self.prefix, offsets, visible, self.slots)
+
+
+def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
+    """Commit the prompt's ids beyond the cached prefix, chunk by chunk -> logits (1, V) after its last token."""
+    target = state.target
+    while state.prefix < len(token_ids):
+        chunk = list(token_ids[state.prefix : state.prefix + PREFILL_ROWS])
+        rows = state.rows[: len(chunk)]
+        tokens = torch.tensor([chunk], device=target.device)
+        taps = state.draft.taps if tap else ()
+        hidden, features = target(tokens, state.target_cache, state.window(rows, CAUSAL), taps)
+        if tap:
+            state.features[:, state.prefix : state.prefix + len(chunk)] = features
+        state.commit(chunk, tap)
+        state.P.fill_(state.prefix)
+        if tap:
+            read_features(state, state.prefix - state.drafted)
+    return target.logits(hidden[0, -1:])
+
+
+def read_features(state: State, count: int) -> None:
+    """Feed the drafter's cache from the feature cache: `count` positions from D on.
+
+    Static rounds read L + 1 whatever was committed; what lies beyond P is overwritten before it is seen.
+    """
+    slots = state.D + state.rows[:count]
+    state.draft.extend(state.features.index_select(1, slots), state.draft_cache, slots)
+    state.D.copy_(torch.minimum(state.D + count, state.P))
+    state.drafted = min(state.drafted + count, state.prefix)
+
+
+def draft(state: State) -> Tensor:
+    """Step 1: one pass of the drafter over [b, mask × L] at positions P..P+L -> log q (L, V)."""
+    rows = state.depth + 1
+    behind = rows if state.static else state.prefix - state.drafted
+    if behind:
+        read_features(state, behind)
+    block = torch.full((1, rows), state.draft.mask_token_id, device=state.P.device)
+    block[:, :1] = state.root
+    hidden = state.draft(block, state.draft_cache, state.window(state.rows[:rows], EVERYTHING), state.target)
+    return torch.log_softmax(state.target.logits(hidden[0]), dim=-1)
+
+
+def pack(state: State, tree: Tree) -> None:
+    """Step 3: lay [b, z_1 … z_N] into the pack. Row v holds node v − 1, so parents shift by one."""
+    n, rows = tree.width + 1, state.rows[:MAX_ROWS]
+    state.tokens[:1] = state.root
+    state.tokens[1:n] = tree.tokens
+    state.depths[1:n] = tree.depths
+    state.log_mass[1:n] = tree.log_mass
+    real = tree.log_mass > -torch.inf  # a static builder may have found fewer nodes than it had room for
+    state.parents[1:n] = torch.where(real, tree.parents + 1, rows[1:n])
+    state.visible[:n, :n] = tree.ancestors()
+    if state.static:  # padding rows see themselves alone, at b's position
+        state.parents[n:] = rows[n:]
+        state.depths[n:].zero_()
+        state.visible[n:] = torch.eye(MAX_ROWS, dtype=torch.bool, device=rows.device)[n:]
+
+
+def propose(state: State, request: Request, token_ids: Sequence[int], width: int) -> Tree:
+    """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
+    proposal = Proposal(token_ids, width, request.rank_cap, lambda: draft(state), state.static, state.P.device)
+    try:
+        tree = request.method(proposal).to(state.P.device)
+    except NonFinite as error:  # builders of fixed shape cannot raise: `settle` reports for them
+        raise UserError(FAULTS[-2]) from error
+    pack(state, tree)
+    return tree
+
+
+def settle(state: State, request: Request, n: int) -> Tensor:
+    """Steps 4–6: verify the pack's first n rows, walk, commit the accepted path.
+
+    Returns what the host needs to know as one tensor (2 + 2M,) int64, M rows of path at most: A, the target's own
+    next token (below 0: a key of FAULTS), the path's tokens (M,) and its packed rows (M,), of which the first
+    A + 1 count. `Settled.read` is its reader.
+    """
+    tokens, parents, depths, visible = state.tokens[:n], state.parents[:n], state.depths[:n], state.visible[:n, :n]
+    deepest = min(n - 1, request.deepest)
+    tokens[:1] = state.root  # there already, unless nothing was proposed and so nothing packed
+    # 4 verify
+    taps = state.draft.taps if request.tap else ()
+    hidden, features = state.target(tokens[None], state.target_cache, state.window(depths, visible), taps)
+    logits = state.target.logits(hidden[0])
+    # 5 walk
+    children = None
+    if request.stochastic and n > 1:
+        from minicast.theorem3 import siblings
+
+        children = siblings(tokens, parents, state.log_mass[:n], min(n - 1, request.rank_cap or n - 1))
+    if request.params.greedy or state.static:
+        positions = state.P + 1 + state.rows[: deepest + 1]
+        choices = target_choices(logits, request.params, positions, children, state.seed, depths)
+        walked = walk(tokens, parents, visible, choices, deepest)
+    else:  # a choice is a pass over the vocabulary: make it only at the rows visited
+        walked = visit(tokens, parents, logits, request.params, state.P, children, deepest)
+    # 6 commit: the path's rows move down to slots P, P + 1, …; entries past A copy themselves and stay scratch
+    slots = state.P + state.rows[: deepest + 1]
+    state.target_cache.move(state.P + walked.path, slots)
+    if request.tap:
+        state.features.index_copy_(1, slots, features.index_select(1, walked.path))
+    state.P += walked.accepted + 1
+    state.root.copy_(walked.next_root)
+    next_token = torch.where(state.log_mass[:n].isnan().any(), -2, walked.next_root)  # a key of FAULTS
+    return torch.cat((torch.stack((walked.accepted, next_token)), tokens[walked.path], walked.path))
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A round's outcome on the host.
+
+    Attributes:
+        tokens: b and the accepted tokens, now committed
+        path: their packed rows
+        next_token: the target's own, the new b; or a key of FAULTS
+    """
+
+    tokens: list[int]
+    path: list[int]
+    next_token: int
+
+    @classmethod
+    def read(cls, outcome: Tensor) -> "Settled":
+        """Copy the outcome of `settle` to the host: the one host sync of a round whose tree needs none."""
+        accepted, next_token, *rest = to_host(outcome).tolist()
+        tokens, path = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        return cls(tokens[: accepted + 1], path[: accepted + 1], next_token)
