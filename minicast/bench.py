@@ -548,6 +548,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="of samples (each repeat adds 1), the methods' order and the bootstrap")
     parser.add_argument("--model", help="directory, hub id or known name")
     parser.add_argument("--draft-model", help="likewise; default: the head known for the target")
+    parser.add_argument("--draft-vocabulary", type=at_least(1), metavar="V", help="tokens the head scores; default: all")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
     parser.add_argument("--attention", help="sdpa, static or flex; default: what the device runs best")
@@ -586,6 +587,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     options["stop_ids"] = tokenizer.stop_ids
     settings = {
         "weights": choice.source(),
+        "draft_vocabulary": arguments.draft_vocabulary,
         "placement": str(placement),
         "attention": arguments.attention,
         "eager": arguments.eager,
@@ -600,7 +602,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     }
     journal = Journal(arguments.out and arguments.out.with_suffix(".journal.jsonl"), settings)
 
-    target, draft = choice.load(placement)
+    target, draft = choice.load(placement, arguments.draft_vocabulary)
     compile = False if arguments.eager else None
     decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
     warm_up(decoder, arms, prompt_ids[0], options)

@@ -14,7 +14,8 @@ import torch
 from tqdm import tqdm
 
 from model import check_pair, hub, load_draft, load_target, load_tokenizer
-from model.dflash import DraftHead
+from model.config import read_json
+from model.dflash import FREQUENT_TOKENS, DraftHead
 from model.errors import UsageError, UserError
 from model.tokenizer import Tokenizer
 from model.transformer import Target
@@ -129,8 +130,11 @@ class Choice:
         with LoadingBar(self.target) as bar:
             return load_tokenizer(self.target, bar)
 
-    def load(self, placement: Placement) -> tuple[Target, DraftHead | None]:
-        """Both models, with a bar on stderr while they download or load."""
+    def load(self, placement: Placement, vocabulary: int | None = None) -> tuple[Target, DraftHead | None]:
+        """Both models, with a bar on stderr while they download or load.
+
+        vocabulary: how many of the most frequent tokens the head scores; None: all
+        """
         draft = None
         with LoadingBar(self.target) as bar:
             target = load_target(self.target, placement.dtype, placement.device, progress=bar)
@@ -138,7 +142,20 @@ class Choice:
             with LoadingBar(f"head of {self.draft}") as bar:
                 draft = load_draft(self.draft, placement.dtype, placement.device, progress=bar)
             check_pair(draft.config, target.config)
+            if vocabulary is not None:
+                draft.restrict(frequent_tokens(draft)[:vocabulary], target)
         return target, draft
+
+
+def frequent_tokens(draft: DraftHead) -> list[int]:
+    """Token ids that lie beside a head, the most frequent first."""
+    file = draft.directory / FREQUENT_TOKENS
+    if not file.is_file():
+        raise UsageError(
+            f"--draft-vocabulary: {file} is missing; heads of model.train_dflash have one, for others write "
+            '{"tokens": [token ids, the most frequent first]} there'
+        )
+    return read_json(file)["tokens"]
 
 
 class LoadingBar:

@@ -363,6 +363,7 @@ def cost_key(decoder: Decoder, prefix: int) -> dict:
         "dtype": str(target.dtype),
         "target": repr(target.config),
         "draft": repr(draft.config),
+        "draft_vocabulary": None if draft.vocabulary is None else len(draft.vocabulary),
         "weight_bytes": sum(layer.weight_bytes() for layer in layers),
         "attention": type(state.body).__name__,
         "compiled": state.body.layer is not None,

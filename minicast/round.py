@@ -194,7 +194,7 @@ def draft(state: State) -> Tensor:
     block = torch.full((1, rows), state.draft.mask_token_id, device=state.P.device)
     block[:, :1] = state.root
     hidden = state.draft(block, state.draft_cache, state.window(state.rows[:rows], EVERYTHING), state.target)
-    return torch.log_softmax(state.target.logits(hidden[0]), dim=-1)
+    return state.draft.log_q(hidden[0], state.target)
 
 
 def pack(state: State, tree: Tree) -> None:

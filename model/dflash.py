@@ -7,9 +7,12 @@ position; each draft layer projects the fused feature to a key and a value, kept
 own keys and values go to the slots after the prefix and are overwritten when those positions commit: noise never
 stays. Queries come from the block only, and see the whole prefix and the whole block, both ways.
 
-Embedding and LM head are the target's. What is done with the L distributions is not decided here.
+Embedding and LM head are the target's. Of a small target, the LM head is most of what a draft costs, and nearly all
+text is written with few of its tokens: `restrict` scores only these. What is done with the L distributions is not
+decided here.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +21,9 @@ from torch import Tensor, nn
 from model.config import DraftConfig
 from model.linear import Linear
 from model.transformer import KVCache, Layer, RMSNorm, Rotary, Target, Window
+
+
+FREQUENT_TOKENS = "frequent_tokens.json"  # beside a head, {"tokens": [ids, the most frequent first]}
 
 
 class DraftHead(nn.Module):
@@ -32,6 +38,8 @@ class DraftHead(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden, config.eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
+        self.vocabulary: Tensor | None = None  # (V',) int64, the tokens that are scored; None: all
+        self.vocabulary_head: Linear | None = None  # their rows of the LM head
 
     @property
     def block_size(self) -> int:
@@ -73,6 +81,29 @@ class DraftHead(nn.Module):
         return self.norm(x[:, 1:])
 
     @torch.no_grad()
+    def restrict(self, tokens: Sequence[int], target: Target) -> None:
+        """Score only `tokens` from now on; others have no mass, and so are never proposed. Any tokens are exact.
+
+        Costs a copy of V' rows of the target's LM head.
+        """
+        vocabulary = torch.tensor(sorted(set(tokens)), device=target.device)
+        # The LM head may be packed: unit vectors read it back column by column, and such a product rounds nothing.
+        units = torch.eye(self.config.hidden, dtype=target.dtype, device=target.device).split(64)
+        columns = [target.logits(part).index_select(1, vocabulary) for part in units]
+        head = Linear(self.config.hidden, len(vocabulary))
+        head.weight = nn.Parameter(torch.cat(columns).T.contiguous(), requires_grad=False)
+        head.pack()
+        self.vocabulary, self.vocabulary_head = vocabulary, head
+
+    def log_q(self, hidden: Tensor, target: Target) -> Tensor:
+        """Normed hidden states (L, H) -> log q (L, V)."""
+        if self.vocabulary is None:
+            return torch.log_softmax(target.logits(hidden), dim=-1)
+        known = torch.log_softmax(self.vocabulary_head(hidden), dim=-1)
+        nothing = known.new_full((len(hidden), target.vocab_size), -torch.inf)
+        return nothing.index_copy_(1, self.vocabulary, known)
+
+    @torch.no_grad()
     def score(self, features: Tensor, root: int, target: Target) -> Tensor:
         """features (P, F) of the committed prefix and the pending root -> log q (L, V); row j is q_{j+1}."""
         prefix, size, device = features.shape[0], self.block_size, target.device
@@ -82,4 +113,4 @@ class DraftHead(nn.Module):
         block[0, 0] = root
         slots = torch.arange(prefix, prefix + size, device=device)
         hidden = self(block, cache, Window(slots, slots, live=prefix + size), target)
-        return torch.log_softmax(target.logits(hidden)[0], dim=-1)
+        return self.log_q(hidden[0], target)

@@ -18,6 +18,7 @@ import dataclasses
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +150,8 @@ class Trainer:
         progress.curve.append({"minutes": minutes, "steps": progress.step, "predicted": progress.predicted, "R": R})
         if R["all"]["tree"] > progress.best:
             progress.best = R["all"]["tree"]
-            save_head(self.draft, self.out)
+            counts = Counter(token for example in self.sampler.examples for token in example.response)
+            save_head(self.draft, self.out, [token for token, _ in counts.most_common()])
         replace(self.out / "README.md", lambda path: path.write_text(model_card(self)))
         told = ", ".join(f"{domain} {r['chain']:.2f} / {r['tree']:.2f}" for domain, r in R.items())
         tell(f"minute {minutes}, {progress.predicted} tokens predicted, R of chain / tree: {told}")

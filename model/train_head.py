@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.config import DraftConfig, check_pair, draft_config, read_config
-from model.dflash import DraftHead
+from model.dflash import FREQUENT_TOKENS, DraftHead
 from model.hub import resolve
 from model.train_data import replace
 from model.transformer import Attention, Target, rotate
@@ -155,8 +155,11 @@ def loaded_head(name: str, target: Target) -> DraftHead:
     return draft
 
 
-def save_head(draft: DraftHead, directory: str | Path) -> None:
-    """Write config.json and model.safetensors (bfloat16) as published heads have them."""
+def save_head(draft: DraftHead, directory: str | Path, frequent: list[int]) -> None:
+    """Write config.json and model.safetensors (bfloat16) as published heads have them.
+
+    Beside them go the token ids of the answers, the most frequent first: what `DraftHead.restrict` can be given.
+    """
     directory, config = Path(directory), draft.config
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -196,3 +199,4 @@ def save_head(draft: DraftHead, directory: str | Path) -> None:
         "vocab_size": config.vocab_size,
     }
     replace(directory / "config.json", lambda path: path.write_text(json.dumps(values, indent=1) + "\n"))
+    replace(directory / FREQUENT_TOKENS, lambda path: path.write_text(json.dumps({"tokens": frequent}) + "\n"))

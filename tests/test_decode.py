@@ -48,6 +48,31 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCABULARY - 1, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_draft_vocabulary_bounds_what_is_proposed_and_changes_no_text(body, packed):
+    """Its log q is the softmax over its own logits, other tokens have no mass, and the answer is the target's. Packed
+    or not, the rows are the LM head's, bit for bit."""
+    target, draft = tiny_target(), tiny_draft()
+    target.lm_head.weight.data = target.lm_head.weight.data.bfloat16().float()
+    rows = target.lm_head.weight.data.clone()
+    if packed:
+        target.lm_head.pack()
+    prompt, tokens = prompt_of(9), list(range(0, 250, 3))
+    expected = autoregressive(target, prompt, 20).token_ids
+    hidden = torch.randn(DEPTH, 32)
+    draft.restrict(tokens[::-1], target)
+    assert torch.equal(draft.vocabulary_head(torch.eye(32)).T, rows[tokens])
+    log_q = draft.log_q(hidden, target)
+    torch.testing.assert_close(log_q[:, tokens], (hidden @ rows[tokens].T).log_softmax(-1))
+    assert (log_q > -torch.inf).sum() == DEPTH * len(tokens)
+    decoder, proposed = Decoder(target, draft, attention=body), set()
+    for step in decoder.stream(prompt, width=31, max_new_tokens=20):
+        proposed |= set(step.tree.tokens.tolist()) if step.tree else set()
+    assert decoder.output.token_ids == expected
+    assert len(proposed) > 20 and proposed <= set(tokens)
+
+
 @pytest.fixture(scope="module")
 def models():
     return tiny_target(), tiny_draft()

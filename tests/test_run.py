@@ -168,6 +168,20 @@ def test_defaults_reach_the_decoder(cli, spy):
     assert (spy["seed"], spy["rank_cap"], spy["verifier"], tuple(spy["stop_ids"])) == (0, 8, "direct", ())
 
 
+def test_draft_vocabulary_reaches_the_head(cli, spy, models):
+    """The most frequent tokens of the list beside the head; without a list, one line that says what is missing."""
+    file = Path(models[1]) / "frequent_tokens.json"
+    status, _, err = cli("--draft-vocabulary", "3")
+    assert status == 2 and "frequent_tokens.json is missing" in err and err.count("\n") == 1
+    file.write_text('{"tokens": [9, 4, 200, 7]}')
+    try:
+        assert cli("--draft-vocabulary", "3")[0] == 0
+    finally:
+        file.unlink()
+    assert spy["decoder"].draft.vocabulary.tolist() == [4, 9, 200]
+    assert cli("--draft-vocabulary", "0")[0] == 2
+
+
 def test_attention_flag_reaches_the_decoder(cli, spy):
     for name, body in BODIES.items():
         cli("--attention", name)

@@ -220,7 +220,7 @@ def test_every_anchor_comes_once_before_any_comes_twice(tmp_path, target):
 def test_a_saved_head_loads_as_a_published_one(tmp_path, target):
     """save_head, load_draft: the same drafts, up to bfloat16. Guards fused rows split in the wrong order."""
     trained = trainable(tmp_path, target)
-    save_head(trained, tmp_path / "saved")
+    save_head(trained, tmp_path / "saved", [5, 3])
     loaded = load_draft(tmp_path / "saved", device="cpu")
     assert loaded.config == trained.config
     trained.bfloat16().float()  # rounds in place, as the file did
