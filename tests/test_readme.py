@@ -1,14 +1,36 @@
-"""Every Python block of the README runs as it stands."""
+"""The README runs as it stands: its Python blocks, its commands, its sample of output, its links into the code."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tools.number_readme_links import LINK, defined_at
+
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = [  # one a line; those that need what a test machine lacks say so in a comment
+    line
+    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines()
+]
+ELSEWHERE = ("# needs the hub", "# needs a GPU", "# another program")
+INSTALL_AND_TEST = ("pip install", "python -m pytest")
+FEWER = {  # flags appended, so that a command that trains for an hour does so for a second: the last flag counts
+    "model.train_dflash": "--minutes 0.02 --templates 8 --max-new-tokens 12 --held-out 1",
+    "minicast.bench": "--limit 1 --max-new-tokens 8",
+    "minicast.replay": "--limit 1 --max-new-tokens 8",
+}
+
+
+def run(arguments: list[str], where: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(arguments, cwd=where, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
 
 
 @pytest.mark.real
@@ -16,8 +38,44 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re
 def test_block_runs(block, tmp_path):
     """Samples in a README rot first; this one is also what the forks section promises: at most 25 lines each."""
     assert len(block.splitlines()) <= 25
-    script = tmp_path / "block.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{block}")
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
+    (tmp_path / "block.py").write_text(block)
+    done = run([sys.executable, "block.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def runnable() -> list[str]:
+    return [line for line in COMMANDS if not line.endswith(ELSEWHERE) and not line.startswith(INSTALL_AND_TEST)]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("command", runnable())
+def test_command_runs(command, tmp_path):
+    """Each command of the README, in a directory of its own; only what takes hours is made shorter."""
+    program, *arguments = shlex.split(command, comments=True)
+    assert program == "python"
+    fewer = next((flags for name, flags in FEWER.items() if name in arguments), "")
+    (tmp_path / "run.py").symlink_to(ROOT / "run.py")
+    (tmp_path / "my_prompts.jsonl").write_text('"What is a fox?"\n"Name three colours."\n"What is two plus two?"\n')
+    done = run([sys.executable, *arguments, *fewer.split()], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() or any(tmp_path.iterdir())
+
+
+def test_ci_runs_the_install_and_test_commands():
+    """The two of them that everybody needs; what is slow is for releases."""
+    ci = (ROOT / ".ci" / "run").read_text().replace('"$fresh/venv/bin/python" -m ', "python -m ")
+    for command in ("pip install --quiet -r requirements.txt", "pytest tests", "pytest tests -q -m real"):
+        assert f"python -m {command}" in ci
+    assert any("pip install -r requirements.txt" in line for line in COMMANDS)
+    assert any(line.startswith("python -m pytest tests ") for line in COMMANDS)
+
+
+def test_links_point_at_the_code():
+    """`python tests/tools/number_readme_links.py` sets them right again."""
+    links = list(LINK.finditer(README))
+    assert len(links) >= 7
+    for link in links:
+        assert int(link["line"]) == defined_at(link["name"], link["path"]), link[0]
+    for path in re.findall(r"\]\(([\w/.-]+)(?:#\w+)?\)", README):
+        assert (ROOT / path).exists(), path
