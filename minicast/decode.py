@@ -62,7 +62,10 @@ class Options:
     verifier: str = "direct"
 
     def __post_init__(self):
-        N, K, whole = self.width, self.rank_cap, lambda value: isinstance(value, Integral) and value is not True
+        def whole(value) -> bool:
+            return isinstance(value, Integral) and not isinstance(value, bool)
+
+        N, K = self.width, self.rank_cap
         rules = {
             "method": (callable(self.method) or self.method in METHODS, f"one of {', '.join(METHODS)}, or a function"),
             "width": (
