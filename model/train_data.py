@@ -8,8 +8,8 @@ Three steps, each resumable, so that a run can be killed at any moment:
 3. features: one pass of the target over each answer gives the tap features that the head reads and the target's
    most probable tokens at each position, which the head learns from; kept in one file an answer
 
-From them it makes batches. A file of prompts or responses is a domain: training draws from all domains alike, and
-held-out R is told for each. The labels of a position are half the token that came and half what the target held
+From them it makes batches. A file of prompts or responses is a domain: training draws from all domains, and held-out R
+is told for each. The labels of a position are half the token that came and half what the target held
 probable there: the first says what greedy acceptance asks, the second how sure the target was, which is what a tree
 ranks by. The softmax of the loss runs over the tokens that occur in the answers, a sixth of the vocabulary.
 """
@@ -310,9 +310,10 @@ def make_batch(items: Sequence[tuple[Example, Reading, Tensor]], depth: int, hea
 class Sampler:
     """Draws sequences and anchors.
 
-    Domains are drawn equally often, so that a large one does not drown the others. The anchors of a sequence are dealt
+    Domains are drawn by the square root of their size: a large one does not drown the others, nor is a small one learnt
+    by heart. The anchors of a sequence are dealt
     from a shuffled deck, so that none comes twice before all came once. Sequences that are read already are drawn
-    from, the others join one every fourth step: training does not wait until all are read.
+    from, and one more joins at every step: training does not wait until all are read, nor learns a few by heart.
     """
 
     def __init__(self, examples: list[Example], cache: ReadingCache):
@@ -320,7 +321,7 @@ class Sampler:
         self.waiting = list(range(len(examples)))  # numbers of examples without a reading
         self.pool: dict[str, list[int]] = {}  # numbers of those with one, by domain
         self.decks: dict[str, list[int]] = {}  # places left to deal, by the name of the reading
-        self.random, self.draws = random.Random(0), 0
+        self.random = random.Random(0)
         self.adopt()
 
     def adopt(self) -> None:
@@ -335,11 +336,11 @@ class Sampler:
 
     def draw(self, sequences: int, anchors: int) -> list[tuple[Example, Reading, Tensor]]:
         """Each drawn sequence with its reading and `anchors` places (A,) in its response."""
-        self.draws += 1
-        if self.waiting and (self.draws % 4 == 0 or len(self.examples) - len(self.waiting) < sequences):
+        if self.waiting:
             self.cache.get(self.examples[self.waiting[0]])
             self._join(self.waiting[0])
-        drawn = self.random.choices(sorted(self.pool), k=sequences)
+        domains = sorted(self.pool)
+        drawn = self.random.choices(domains, [len(self.pool[domain]) ** 0.5 for domain in domains], k=sequences)
         return [self._deal(self.random.choice(self.pool[domain]), anchors) for domain in drawn]
 
     def _deal(self, number: int, anchors: int) -> tuple[Example, Reading, Tensor]:
@@ -353,10 +354,10 @@ class Sampler:
 
     def state(self) -> dict:
         """What a checkpoint keeps; the pool is found on disk again."""
-        return {"decks": self.decks, "draws": self.draws, "random": self.random.getstate()}
+        return {"decks": self.decks, "random": self.random.getstate()}
 
     def load_state(self, state: dict) -> None:
-        self.decks, self.draws = state["decks"], state["draws"]
+        self.decks = state["decks"]
         version, numbers, gauss = state["random"]
         self.random.setstate((version, tuple(numbers), gauss))
 
