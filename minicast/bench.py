@@ -7,56 +7,34 @@ compared, sampled ones too: the same seed gives the same text by every method. R
 decode-only time, beside it the wall time from prompt to last token, and the streaming floor of this machine,
 measured in the same run. A killed run goes on where it was.
 
-The clocks of an answer are in `minicast.decode`, the definitions of the figures in `minicast.figures`.
+The clocks of an answer are in `minicast.decode`, the definitions of the figures in `minicast.figures`, the machine
+beside them in `minicast.machine`, whether the tokens are right in `minicast.audit`, tables in `minicast.report`.
 """
 
 import argparse
 import hashlib
 import json
 import os
-import platform
 import random
-import shlex
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from minicast.audit import first_departure, is_failure
 from minicast.command import DTYPES, Choice, Placement, at_least, guarded
 from minicast.decode import Decoder, Options, Output
-from minicast.figures import (
-    Departure,
-    Prediction,
-    Record,
-    Row,
-    difference_lines,
-    located,
-    prediction_table,
-    predictions,
-    round_ms,
-    summarise,
-    summary,
-    table,
-)
+from minicast.figures import Record, located, predictions, round_ms, summarise
+from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
-from minicast.sampling import gumbel_noise, shape_logits
-from minicast.tree import ranked_tree
+from minicast.prompts import PROMPTS, Prompt, read_prompts
+from minicast.report import Report, commit, environment, write_atomically
 from minicast.width import MAX_WIDTH
-from model.errors import UsageError, UserError
-from model.linear import Linear
-from model.transformer import Target
+from model.errors import UsageError
 
-PROMPTS = Path(__file__).parent / "prompts.jsonl"
-PROMPT_FIELDS = ("prompt", "question", "text", "problem")
-NEAR_TIE = 1e-3  # largest top-two gap that rounding may flip in float32; a departure at a larger one is a bug
 WARM_UP_TOKENS = 16
 SAMPLING = ("temperature", "top_k", "top_p", "seed")
 
@@ -72,52 +50,6 @@ class Arm:
 
     def __str__(self) -> str:
         return f"cast N={self.width}" if self.method == "cast" else self.method
-
-
-@dataclass(frozen=True)
-class Prompt:
-    domain: str
-    text: str
-
-
-def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
-    """The first `limit` prompts of each domain. A line's domain is its `domain`, else the file's name."""
-    prompts, counts = [], {}
-    for file in files:
-        for number, line in enumerate(_read_lines(file), start=1):
-            if not line.strip():
-                continue
-            text, domain = _read_prompt(line, f"{file}:{number}")
-            domain = domain or file.stem
-            counts[domain] = counts.get(domain, 0) + 1
-            if limit is None or counts[domain] <= limit:
-                prompts.append(Prompt(domain, text))
-    if not prompts:
-        raise UsageError("--prompts holds no prompts")
-    return prompts
-
-
-def _read_lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"cannot read {file}: {reason}") from error
-
-
-def _read_prompt(line: str, where: str) -> tuple[str, str | None]:
-    """The text and the domain, if it names one, of a JSON line."""
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: a prompt file has one JSON object a line") from error
-    if isinstance(values, dict):
-        turns = values.get("turns")
-        first = turns[:1] if isinstance(turns, list) else []
-        for text in [values.get(name) for name in PROMPT_FIELDS] + first:
-            if isinstance(text, str):
-                return text, values.get("domain")
-    raise UserError(f"{where} has no prompt: none of {', '.join(PROMPT_FIELDS)} or turns")
 
 
 # Measuring answers
@@ -157,34 +89,6 @@ def contest(
         )
         for arm in arms
     ]
-
-
-def first_departure(
-    target: Target, prompt_ids: Sequence[int], reference: list[int], answer: list[int], options: dict
-) -> Departure | None:
-    """Where `answer` leaves `reference`; `options` tell how tokens were chosen.
-
-    The stochastic verifier draws from the same law, not the same tokens: its samples are not compared.
-    """
-    params = Options(**options).sampling
-    if answer == reference or (not params.greedy and options.get("verifier") == "stochastic"):
-        return None
-    shared = 0
-    while shared < min(len(reference), len(answer)) and reference[shared] == answer[shared]:
-        shared += 1
-    expected, got = [tokens[shared] if shared < len(tokens) else None for tokens in (reference, answer)]
-    prefix = [*prompt_ids, *reference[:shared]]
-    scores = target.score(prefix)[0][-1:]  # (1, V)
-    if not params.greedy:
-        position = torch.tensor([len(prefix)], device=scores.device)
-        scores = shape_logits(scores, params) + gumbel_noise(params.seed, position, scores.shape[1])
-    best, second = scores[0].float().topk(2).values.tolist()
-    return Departure(shared, expected, got, best - second)
-
-
-def is_failure(departure: Departure | None, dtype: torch.dtype) -> bool:
-    """Whether rounding cannot explain this departure. In half precision it explains more: never a failure."""
-    return departure is not None and dtype == torch.float32 and departure.gap > NEAR_TIE
 
 
 class Journal:
@@ -227,13 +131,6 @@ class Journal:
             self.path.unlink()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Whoever reads `path` sees the old file or the whole new one."""
-    partial_file = path.with_name(path.name + ".part")
-    partial_file.write_text(text, encoding="utf-8")
-    os.replace(partial_file, path)
-
-
 def run_prompts(
     decoder: Decoder,
     arms: Sequence[Arm],
@@ -263,253 +160,6 @@ def run_prompts(
             journal.append(contest(decoder, arms, prompt_ids[index], seeded, order, *where))
             bar.update()
     bar.close()
-
-
-# Measuring the machine and the parts
-
-@dataclass(frozen=True)
-class Floor:
-    """No step can be faster than the weights stream from memory.
-
-    Attributes:
-        weight_bytes: what one step streams, in the layout the weights are held in
-        weights: their number
-        bytes_per_second: the best of several reads of as many bytes
-    """
-
-    weight_bytes: int
-    weights: int
-    bytes_per_second: float
-
-    @property
-    def ms(self) -> float:
-        return self.weight_bytes / self.bytes_per_second * 1e3
-
-    @property
-    def ms_in_32_bits(self) -> float:
-        """The floor of the same weights at four bytes each; layers hold them in two where nothing is lost."""
-        return 4 * self.weights / self.bytes_per_second * 1e3
-
-
-def measure_floor(target: Target, reads: int = 20) -> Floor:
-    """Sum a buffer of the weights' size a few times. The fastest counts: the floor should not flatter."""
-    layers = [module for module in target.modules() if isinstance(module, Linear)]
-    weight_bytes = sum(layer.weight_bytes() for layer in layers)
-    buffer = torch.ones(weight_bytes // 8, dtype=torch.int64, device=target.device)
-    fastest = min(timed(buffer.sum, target.device) for _ in range(reads))
-    weights = sum(layer.in_features * layer.out_features for layer in layers)
-    return Floor(weight_bytes, weights, weight_bytes / fastest)
-
-
-def timed(run, device: torch.device) -> float:
-    """Seconds that `run()` takes."""
-    started = clock(device)
-    run()
-    return clock(device) - started
-
-
-def clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-@dataclass
-class Share:
-    """Where the time of an answer's rounds went, in seconds.
-
-    Attributes:
-        target, head: inside the passes of the target, any use of its LM head included, and of the draft head
-        total: of all rounds, the first draft included
-    """
-
-    target: float = 0.0
-    head: float = 0.0
-    total: float = 0.0
-
-    @property
-    def outside(self) -> float:
-        """Share of the time that is spent in no model: trees, packing, walking, gathering, bookkeeping."""
-        return 1 - (self.target + self.head) / self.total
-
-
-def measure_share(decoder: Decoder, arm: Arm, prompt_ids: Sequence[int], options: dict) -> Share:
-    """Answer once with a clock around every call of a model. On a GPU the clock waits: rounds are slower."""
-    share, device = Share(), decoder.target.device
-    clocked = [(decoder.target, "target", ("forward", "logits"))]
-    if decoder.draft:
-        clocked.append((decoder.draft, "head", ("forward", "extend")))
-    decoder.reset()
-    with clocks(clocked, share, device):
-        for step in decoder.stream(prompt_ids, method=arm.method, width=arm.width, **options):
-            if step.prefill:
-                share.target = share.head = 0.0
-                started = clock(device)
-    share.total = clock(device) - started
-    return share
-
-
-@contextmanager
-def clocks(clocked, share: Share, device: torch.device):
-    """While open, add up time inside methods in fields of `share`; clocked is [(module, field, names)]."""
-
-    def wrap(function, field_name):
-        def run(*arguments):
-            started = clock(device)
-            try:
-                return function(*arguments)
-            finally:
-                setattr(share, field_name, getattr(share, field_name) + clock(device) - started)
-
-        return run
-
-    for module, field_name, names in clocked:
-        for name in names:
-            setattr(module, name, wrap(getattr(module, name), field_name))
-    try:
-        yield
-    finally:
-        for module, _, names in clocked:
-            for name in names:
-                delattr(module, name)  # the instance's; the class's shows again
-
-
-def measure_tree_builder(width: int = 127, depth: int = 15, ranks: int = 8, builds: int = 200) -> float:
-    """Milliseconds of one best-first tree from ranked lists (depth, ranks), the median."""
-    generator = torch.Generator().manual_seed(0)
-    times = []
-    for _ in range(builds):
-        logits = 2 * torch.randn(depth, 1000, generator=generator)
-        log_q, tokens = logits.log_softmax(-1).topk(ranks)
-        times.append(timed(partial(ranked_tree, tokens, log_q, width), log_q.device))
-    return statistics.median(times) * 1e3
-
-
-# The report
-
-@dataclass
-class Report:
-    """All that a run found.
-
-    Attributes:
-        settings: what decides the records
-        environment: what they were measured on, and how to measure them again
-        ar_over_floor: an AR step over the streaming floor; None without "ar"
-        outside_share: by arm, the part of a round spent in no model, see `Share`
-        tree_builder_ms: see `measure_tree_builder`
-        predictions: of the arms that chose their own width, beside the widths swept
-        failures: departures that rounding does not explain, for people
-    """
-
-    settings: dict
-    environment: dict
-    floor: Floor
-    ar_over_floor: float | None
-    outside_share: dict[str, float]
-    tree_builder_ms: float
-    rows: list[Row]
-    predictions: list[Prediction]
-    records: list[Record]
-    failures: list[str]
-
-    def to_json(self) -> str:
-        """Everything but tokens and rounds one by one; an answer a line."""
-        values = asdict(replace(self, records=[]))
-        values["floor"] |= {"ms": self.floor.ms, "ms_in_32_bits": self.floor.ms_in_32_bits}
-        del values["records"]
-        records = ",\n  ".join(json.dumps(summary(record)) for record in self.records)
-        return json.dumps(values, indent=1).removesuffix("\n}") + f',\n "records": [\n  {records}\n ]\n}}\n'
-
-    def to_markdown(self) -> str:
-        lines = [*table(self.rows), ""]
-        if self.predictions:
-            lines += [*prediction_table(self.predictions), ""]
-        return "\n".join([*lines, *(f"- {line}" for line in self.notes())]) + "\n"
-
-    def notes(self) -> Iterator[str]:
-        yield from self.text_lines()
-        yield from difference_lines(self.rows)
-        floor = self.floor
-        yield (
-            f"streaming floor {floor.ms:.1f} ms a token: {floor.weight_bytes / 1e6:.0f} MB of weights at "
-            f"{floor.bytes_per_second / 1e9:.1f} GB/s ({floor.ms_in_32_bits:.1f} ms if held in 32 bits)"
-        )
-        if self.ar_over_floor:
-            yield f"AR step over the floor: {self.ar_over_floor:.2f}"
-        for arm, share in self.outside_share.items():
-            yield f"{arm}: {share:.1%} of a round is spent outside the models"
-        yield f"best-first tree, 127 nodes, depth 15, 8 ranks: {self.tree_builder_ms:.3f} ms without ranking"
-        yield (
-            "ms a token: decoding time over new tokens; the clock opens after prefill and, where something "
-            "is drafted, after the first draft; speedup t_AR / t, gain t_DFlash / t - 1. Mean of prompts: of "
-            "their own ratios, with a 95 % bootstrap interval. The mean row averages the domains' ratios. "
-            "Break-even: the R at which a round would only just pay. R - R of DFlash: mean over prompts of "
-            "the difference, with such an interval"
-        )
-        if self.predictions:
-            yield (
-                "predicted N: of most rounds that drafted. Oracle: the fastest of the fixed widths swept, "
-                "AR being N = 0. Gap: how far the oracle is ahead, in points, hundredths of a speedup over "
-                "AR or of a gain over DFlash; mean of prompts as above"
-            )
-        for name, value in self.environment.items():
-            yield f"{name}: {value}"
-
-    def text_lines(self) -> Iterator[str]:
-        """How tokens were chosen, and whether all arms gave the same."""
-        options, (reference, *others) = self.settings["options"], self.settings["arms"]
-        if options["temperature"] > 0:
-            limits = "".join(f", {name} {options[name]}" for name in ("top_k", "top_p") if options[name])
-            seeds = f"seed {options['seed']}" + (" + repeat" if self.settings["repeats"] > 1 else "")
-            verifier = options["verifier"]
-            yield f"sampled at T = {options['temperature']:g}{limits}, {seeds}, {verifier} verifier"
-            if verifier == "stochastic":
-                yield "the stochastic verifier draws other tokens of the same law: texts are not compared"
-                return
-        departed = [record for record in self.records if record.departure]
-        compared = sum(record.arm != reference for record in self.records)
-        if others:
-            equal = "all texts are equal" if not departed else f"{len(departed)} texts differ"
-            yield f"{equal}: {compared} answers compared, token by token, with those of {reference}"
-        for record in departed:
-            yield located(record)
-
-
-def environment(placement: Placement, source: str, command: Sequence[str], commit: str) -> dict:
-    """What a reader needs to judge a figure and to measure it again; commit: as the run began."""
-    device = placement.device
-    return {
-        "command": shlex.join(["python", "-m", "minicast.bench", *command]),
-        "commit": commit,
-        "weights": source,
-        "dtype": str(placement.dtype).removeprefix("torch."),
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "threads": torch.get_num_threads(),
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()}",
-    }
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as info:
-            lines = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
-    except OSError:
-        lines = []
-    return f"{lines[0] if lines else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def commit() -> str:
-    """The commit of this code, marked where files differ from it."""
-
-    def git(*command: str) -> str:
-        git_here = ["git", "-C", str(Path(__file__).parent), *command]
-        return subprocess.run(git_here, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 # The command line
@@ -618,7 +268,12 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         environment(placement, choice.source(), command, settings["commit"]),
         floor,
         round_ms(autoregressive) / floor.ms if autoregressive else None,
-        {str(arm): measure_share(decoder, arm, prompt_ids[0], options).outside for arm in arms},
+        {
+            str(arm): measure_share(
+                decoder, prompt_ids[0], method=arm.method, width=arm.width, **options
+            ).outside
+            for arm in arms
+        },
         measure_tree_builder(),
         rows,
         predictions(journal.records, rows, arguments.seed),

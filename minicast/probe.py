@@ -13,7 +13,6 @@ Which width follows is decided in `width`. Only imported where a width is to be 
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from minicast.decode import Decoder, Options
+from minicast.machine import processor
 from minicast.round import BUCKETS, MAX_ROWS, Request
 from minicast.tree import Tree
 from minicast.width import (
@@ -376,12 +376,7 @@ def device_name(decoder: Decoder) -> str:
     device = decoder.target.device
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name} ({torch.get_num_threads()} threads)"
+    return f"{processor()} ({torch.get_num_threads()} threads)"
 
 
 def pair_digest(decoder: Decoder) -> str:

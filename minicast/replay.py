@@ -33,8 +33,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minicast.bench import PROMPTS, commit, read_prompts, write_atomically
 from minicast.command import DTYPES, Choice, Placement, at_least, guarded
+from minicast.prompts import PROMPTS, read_prompts
+from minicast.report import commit, write_atomically
 from minicast.tree import Tree, ranked_tree, top_ranked
 from minicast.width import MAX_WIDTH
 from model import hub, train_data

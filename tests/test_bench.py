@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minicast import bench, decode, figures
-from minicast.bench import Arm, Journal, Prompt
+from minicast import audit, bench, decode, figures, machine, prompts
+from minicast.bench import Arm, Journal
 from minicast.decode import Decoder, Output
 from minicast.figures import MEAN, Departure, Estimate, Record
+from minicast.prompts import Prompt
 from model import load_draft, load_target
 from model.errors import UsageError, UserError
 from test_run import write_byte_tokenizer
@@ -46,8 +47,8 @@ def test_reads_prompts_of_every_form(tmp_path):
     ]
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
     everything = [Prompt("own" if text in "cf" else "maths", text) for text in "abcdef"]
-    assert bench.read_prompts([file], None) == everything
-    assert [prompt.text for prompt in bench.read_prompts([file], 1)] == ["a", "c"]
+    assert prompts.read_prompts([file], None) == everything
+    assert [prompt.text for prompt in prompts.read_prompts([file], 1)] == ["a", "c"]
 
 
 def test_names_the_line_it_cannot_read(tmp_path):
@@ -56,20 +57,20 @@ def test_names_the_line_it_cannot_read(tmp_path):
     for line, word in broken.items():
         file.write_text('{"prompt": "fine"}\n' + line)
         with pytest.raises(UserError, match=f"broken.jsonl:2.*{word}"):
-            bench.read_prompts([file], None)
+            prompts.read_prompts([file], None)
     file.write_bytes(b'{"prompt": "\xff"}')
     for unreadable in (file, tmp_path / "absent.jsonl"):
         with pytest.raises(UserError, match=unreadable.name):
-            bench.read_prompts([unreadable], None)
+            prompts.read_prompts([unreadable], None)
     file.write_text("\n")
     with pytest.raises(UsageError):
-        bench.read_prompts([file], None)
+        prompts.read_prompts([file], None)
 
 
 def test_own_prompts_cover_three_domains():
-    prompts = bench.read_prompts([bench.PROMPTS], None)
-    assert 20 <= len(prompts) <= 40 and {prompt.domain for prompt in prompts} == {"math", "code", "chat"}
-    assert len({prompt.text for prompt in prompts}) == len(prompts)
+    own = prompts.read_prompts([prompts.PROMPTS], None)
+    assert 20 <= len(own) <= 40 and {prompt.domain for prompt in own} == {"math", "code", "chat"}
+    assert len({prompt.text for prompt in own}) == len(own)
 
 
 # Times
@@ -116,7 +117,7 @@ def test_floor_counts_the_weights_as_they_are_held(decoder):
     layer = config.hidden * (config.heads + 2 * config.kv_heads) * config.head_dim
     layer += config.heads * config.head_dim * config.hidden + 3 * config.hidden * config.intermediate
     weights = config.layers * layer + config.vocab_size * config.hidden
-    floor = bench.measure_floor(target, reads=2)
+    floor = machine.measure_floor(target, reads=2)
     assert floor.weights == weights and floor.weight_bytes in (2 * weights, 4 * weights)
     assert floor.ms == pytest.approx(floor.weight_bytes / floor.bytes_per_second * 1e3)
     assert floor.ms_in_32_bits == pytest.approx(floor.ms * 4 * weights / floor.weight_bytes)
@@ -130,9 +131,9 @@ def test_share_counts_models_once_and_leaves_them_as_they_were(decoder, monkeypa
         ticks[0] += 1
         return float(ticks[0])
 
-    monkeypatch.setattr(bench, "clock", clock)
+    monkeypatch.setattr(machine, "clock", clock)
     before = [set(vars(model)) for model in (decoder.target, decoder.draft)]
-    share = bench.measure_share(decoder, ARMS[2], [1, 2, 3], {"max_new_tokens": 12})
+    share = machine.measure_share(decoder, [1, 2, 3], width=7, max_new_tokens=12)
     rounds = len(decoder.output.round_lengths)
     # A tick passes between the two readings of each clock: one a call. A round calls the target once and its
     # LM head twice; the draft head once, and once more to read new features, which before the first round the
@@ -140,12 +141,12 @@ def test_share_counts_models_once_and_leaves_them_as_they_were(decoder, monkeypa
     assert share.target == 3 * rounds and share.head == 2 * rounds - 1
     assert 0 < share.outside < 1
     assert [set(vars(model)) for model in (decoder.target, decoder.draft)] == before
-    alone = bench.measure_share(Decoder(decoder.target), ARMS[0], [1, 2, 3], {"max_new_tokens": 12})
+    alone = machine.measure_share(Decoder(decoder.target), [1, 2, 3], method="ar", max_new_tokens=12)
     assert alone.head == 0 and alone.target == 2 * 11
 
 
 def test_tree_builder_is_timed():
-    assert 0 < bench.measure_tree_builder(builds=3) < 1000
+    assert 0 < machine.measure_tree_builder(builds=3) < 1000
 
 
 # Tokens
@@ -156,30 +157,30 @@ def test_finds_the_first_departure(decoder):
     sampled = {"temperature": 0.8, "seed": 5}
     for options in ({}, sampled, sampled | {"top_k": 9, "top_p": 0.7}):
         answer = bench.measure(decoder, Arm("ar"), prompt, {"max_new_tokens": 10} | options).token_ids
-        assert bench.first_departure(decoder.target, prompt, answer, list(answer), options) is None
+        assert audit.first_departure(decoder.target, prompt, answer, list(answer), options) is None
         other = answer[:6] + [(answer[6] + 1) % 256] + answer[7:]
-        departure = bench.first_departure(decoder.target, prompt, answer, other, options)
+        departure = audit.first_departure(decoder.target, prompt, answer, other, options)
         assert (departure.position, departure.expected, departure.got) == (6, answer[6], other[6])
-        short = bench.first_departure(decoder.target, prompt, answer, answer[:6], options)
+        short = audit.first_departure(decoder.target, prompt, answer, answer[:6], options)
         assert short == replace(departure, got=None)
         assert departure.gap > 0
     logits = decoder.target.score(prompt)[0][-1]
-    first = bench.first_departure(decoder.target, prompt, [int(logits.argmax())], [0], {})
+    first = audit.first_departure(decoder.target, prompt, [int(logits.argmax())], [0], {})
     assert first.gap == pytest.approx(float(logits.topk(2).values @ torch.tensor([1.0, -1.0])))
 
 
 def test_stochastic_samples_are_not_compared(decoder):
     """They follow the same law with other tokens: a departure is no fault. Greedily both verifiers agree."""
     sampled = {"temperature": 1.0, "verifier": "stochastic"}
-    assert bench.first_departure(decoder.target, [1], [2], [3], sampled) is None
-    assert bench.first_departure(decoder.target, [1], [2], [3], {"verifier": "stochastic"})
+    assert audit.first_departure(decoder.target, [1], [2], [3], sampled) is None
+    assert audit.first_departure(decoder.target, [1], [2], [3], {"verifier": "stochastic"})
 
 
 def test_only_a_wide_gap_in_float32_is_a_failure():
-    assert not bench.is_failure(None, torch.float32)
-    assert not bench.is_failure(Departure(0, 1, 2, 9e-4), torch.float32)
-    assert bench.is_failure(Departure(0, 1, 2, 2e-3), torch.float32)
-    assert not bench.is_failure(Departure(0, 1, 2, 0.2), torch.bfloat16)
+    assert not audit.is_failure(None, torch.float32)
+    assert not audit.is_failure(Departure(0, 1, 2, 9e-4), torch.float32)
+    assert audit.is_failure(Departure(0, 1, 2, 2e-3), torch.float32)
+    assert not audit.is_failure(Departure(0, 1, 2, 0.2), torch.bfloat16)
 
 
 # Running and resuming

@@ -22,7 +22,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, from anywhere
 
 from minicast import Decoder  # noqa: E402
-from minicast.bench import commit, cpu_name, measure_floor  # noqa: E402
+from minicast.machine import cpu_name, measure_floor  # noqa: E402
+from minicast.report import commit  # noqa: E402
 from model import load_target, load_tokenizer  # noqa: E402
 from model.hub import resolve, source  # noqa: E402
 

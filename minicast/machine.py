@@ -1,0 +1,152 @@
+"""What this machine can do at best, and where the time of a round goes: the figures beside a measured time.
+
+The streaming floor bounds a step of AR from below (all weights are read once); the share outside the models is
+what trees, packing, walking and bookkeeping take of a round. Nothing here chooses a width: see `probe`.
+"""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from minicast.decode import Decoder
+from minicast.tree import ranked_tree
+from model.linear import Linear
+from model.transformer import Target
+
+
+@dataclass(frozen=True)
+class Floor:
+    """No step can be faster than the weights stream from memory.
+
+    Attributes:
+        weight_bytes: what one step streams, in the layout the weights are held in
+        weights: their number
+        bytes_per_second: the best of several reads of as many bytes
+    """
+
+    weight_bytes: int
+    weights: int
+    bytes_per_second: float
+
+    @property
+    def ms(self) -> float:
+        return self.weight_bytes / self.bytes_per_second * 1e3
+
+    @property
+    def ms_in_32_bits(self) -> float:
+        """The floor of the same weights at four bytes each; layers hold them in two where nothing is lost."""
+        return 4 * self.weights / self.bytes_per_second * 1e3
+
+
+def measure_floor(target: Target, reads: int = 20) -> Floor:
+    """Sum a buffer of the weights' size a few times. The fastest counts: the floor should not flatter."""
+    layers = [module for module in target.modules() if isinstance(module, Linear)]
+    weight_bytes = sum(layer.weight_bytes() for layer in layers)
+    buffer = torch.ones(weight_bytes // 8, dtype=torch.int64, device=target.device)
+    fastest = min(timed(buffer.sum, target.device) for _ in range(reads))
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    return Floor(weight_bytes, weights, weight_bytes / fastest)
+
+
+def timed(run, device: torch.device) -> float:
+    """Seconds that `run()` takes."""
+    started = clock(device)
+    run()
+    return clock(device) - started
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@dataclass
+class Share:
+    """Where the time of an answer's rounds went, in seconds.
+
+    Attributes:
+        target, head: inside the passes of the target, any use of its LM head included, and of the draft head
+        total: of all rounds, the first draft included
+    """
+
+    target: float = 0.0
+    head: float = 0.0
+    total: float = 0.0
+
+    @property
+    def outside(self) -> float:
+        """Share of the time that is spent in no model: trees, packing, walking, gathering, bookkeeping."""
+        return 1 - (self.target + self.head) / self.total
+
+
+def measure_share(decoder: Decoder, prompt_ids: Sequence[int], **options) -> Share:
+    """Answer once with a clock around every call of a model. On a GPU the clock waits: rounds are slower."""
+    share, device = Share(), decoder.target.device
+    clocked = [(decoder.target, "target", ("forward", "logits"))]
+    if decoder.draft:
+        clocked.append((decoder.draft, "head", ("forward", "extend")))
+    decoder.reset()
+    with clocks(clocked, share, device):
+        for step in decoder.stream(prompt_ids, **options):
+            if step.prefill:
+                share.target = share.head = 0.0
+                started = clock(device)
+    share.total = clock(device) - started
+    return share
+
+
+@contextmanager
+def clocks(clocked, share: Share, device: torch.device):
+    """While open, add up time inside methods in fields of `share`; clocked is [(module, field, names)]."""
+
+    def wrap(function, field_name):
+        def run(*arguments):
+            started = clock(device)
+            try:
+                return function(*arguments)
+            finally:
+                setattr(share, field_name, getattr(share, field_name) + clock(device) - started)
+
+        return run
+
+    for module, field_name, names in clocked:
+        for name in names:
+            setattr(module, name, wrap(getattr(module, name), field_name))
+    try:
+        yield
+    finally:
+        for module, _, names in clocked:
+            for name in names:
+                delattr(module, name)  # the instance's; the class's shows again
+
+
+def measure_tree_builder(width: int = 127, depth: int = 15, ranks: int = 8, builds: int = 200) -> float:
+    """Milliseconds of one best-first tree from ranked lists (depth, ranks), the median."""
+    generator = torch.Generator().manual_seed(0)
+    times = []
+    for _ in range(builds):
+        logits = 2 * torch.randn(depth, 1000, generator=generator)
+        log_q, tokens = logits.log_softmax(-1).topk(ranks)
+        times.append(timed(partial(ranked_tree, tokens, log_q, width), log_q.device))
+    return statistics.median(times) * 1e3
+
+
+def processor() -> str:
+    """The model of this machine's CPU."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def cpu_name() -> str:
+    return f"{processor()}, {os.cpu_count()} cores"

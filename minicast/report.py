@@ -1,0 +1,144 @@
+"""What a run of the bench found, as JSON and as Markdown, with what a reader needs to measure it again.
+
+Figures are computed in `figures`; nothing is measured here.
+"""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from minicast.command import Placement
+from minicast.figures import (
+    Prediction, Record, Row, difference_lines, located, prediction_table, summary, table,
+)
+from minicast.machine import Floor, cpu_name
+
+
+@dataclass
+class Report:
+    """All that a run found.
+
+    Attributes:
+        settings: what decides the records
+        environment: what they were measured on, and how to measure them again
+        ar_over_floor: an AR step over the streaming floor; None without "ar"
+        outside_share: by arm, the part of a round spent in no model, see `Share`
+        tree_builder_ms: see `measure_tree_builder`
+        predictions: of the arms that chose their own width, beside the widths swept
+        failures: departures that rounding does not explain, for people
+    """
+
+    settings: dict
+    environment: dict
+    floor: Floor
+    ar_over_floor: float | None
+    outside_share: dict[str, float]
+    tree_builder_ms: float
+    rows: list[Row]
+    predictions: list[Prediction]
+    records: list[Record]
+    failures: list[str]
+
+    def to_json(self) -> str:
+        """Everything but tokens and rounds one by one; an answer a line."""
+        values = asdict(replace(self, records=[]))
+        values["floor"] |= {"ms": self.floor.ms, "ms_in_32_bits": self.floor.ms_in_32_bits}
+        del values["records"]
+        records = ",\n  ".join(json.dumps(summary(record)) for record in self.records)
+        return json.dumps(values, indent=1).removesuffix("\n}") + f',\n "records": [\n  {records}\n ]\n}}\n'
+
+    def to_markdown(self) -> str:
+        lines = [*table(self.rows), ""]
+        if self.predictions:
+            lines += [*prediction_table(self.predictions), ""]
+        return "\n".join([*lines, *(f"- {line}" for line in self.notes())]) + "\n"
+
+    def notes(self) -> Iterator[str]:
+        yield from self.text_lines()
+        yield from difference_lines(self.rows)
+        floor = self.floor
+        yield (
+            f"streaming floor {floor.ms:.1f} ms a token: {floor.weight_bytes / 1e6:.0f} MB of weights at "
+            f"{floor.bytes_per_second / 1e9:.1f} GB/s ({floor.ms_in_32_bits:.1f} ms if held in 32 bits)"
+        )
+        if self.ar_over_floor:
+            yield f"AR step over the floor: {self.ar_over_floor:.2f}"
+        for arm, share in self.outside_share.items():
+            yield f"{arm}: {share:.1%} of a round is spent outside the models"
+        yield f"best-first tree, 127 nodes, depth 15, 8 ranks: {self.tree_builder_ms:.3f} ms without ranking"
+        yield (
+            "ms a token: decoding time over new tokens; the clock opens after prefill and, where something "
+            "is drafted, after the first draft; speedup t_AR / t, gain t_DFlash / t - 1. Mean of prompts: of "
+            "their own ratios, with a 95 % bootstrap interval. The mean row averages the domains' ratios. "
+            "Break-even: the R at which a round would only just pay. R - R of DFlash: mean over prompts of "
+            "the difference, with such an interval"
+        )
+        if self.predictions:
+            yield (
+                "predicted N: of most rounds that drafted. Oracle: the fastest of the fixed widths swept, "
+                "AR being N = 0. Gap: how far the oracle is ahead, in points, hundredths of a speedup over "
+                "AR or of a gain over DFlash; mean of prompts as above"
+            )
+        for name, value in self.environment.items():
+            yield f"{name}: {value}"
+
+    def text_lines(self) -> Iterator[str]:
+        """How tokens were chosen, and whether all arms gave the same."""
+        options, (reference, *others) = self.settings["options"], self.settings["arms"]
+        if options["temperature"] > 0:
+            limits = "".join(f", {name} {options[name]}" for name in ("top_k", "top_p") if options[name])
+            seeds = f"seed {options['seed']}" + (" + repeat" if self.settings["repeats"] > 1 else "")
+            verifier = options["verifier"]
+            yield f"sampled at T = {options['temperature']:g}{limits}, {seeds}, {verifier} verifier"
+            if verifier == "stochastic":
+                yield "the stochastic verifier draws other tokens of the same law: texts are not compared"
+                return
+        departed = [record for record in self.records if record.departure]
+        compared = sum(record.arm != reference for record in self.records)
+        if others:
+            equal = "all texts are equal" if not departed else f"{len(departed)} texts differ"
+            yield f"{equal}: {compared} answers compared, token by token, with those of {reference}"
+        for record in departed:
+            yield located(record)
+
+
+def environment(placement: Placement, source: str, command: Sequence[str], commit: str) -> dict:
+    """What a reader needs to judge a figure and to measure it again; commit: as the run began."""
+    device = placement.device
+    return {
+        "command": shlex.join(["python", "-m", "minicast.bench", *command]),
+        "commit": commit,
+        "weights": source,
+        "dtype": str(placement.dtype).removeprefix("torch."),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "threads": torch.get_num_threads(),
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()}",
+    }
+
+
+def commit() -> str:
+    """The commit of this code, marked where files differ from it."""
+
+    def git(*command: str) -> str:
+        git_here = ["git", "-C", str(Path(__file__).parent), *command]
+        return subprocess.run(git_here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Whoever reads `path` sees the old file or the whole new one."""
+    partial_file = path.with_name(path.name + ".part")
+    partial_file.write_text(text, encoding="utf-8")
+    os.replace(partial_file, path)
