@@ -61,6 +61,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                        help="nodes of cast's tree; auto, the default: as many as pay on this machine; round: likewise, "
                        "for each round anew")
     group.add_argument("--reprobe", action="store_true", help="measure this machine again for auto and round")
+    group.add_argument("--probe-full", action="store_true", help="the paper's long probe, and the N* it gives, on stderr")
     group.add_argument("--rank-cap", type=number_or(none=None), default=8, metavar="K",
                        help="tokens kept at each depth of the tree, or none; default: %(default)s")
     group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
@@ -160,16 +161,17 @@ def compare_methods(decoder, tokenizer, prompt_ids: list[int], arguments, option
 
 
 def explain_width(decoder, prompt_ids: list[int], arguments) -> None:
-    """--explain and --reprobe."""
+    """--explain, --reprobe and --probe-full."""
     from minicast.probe import Deployment
 
     decoder.deployment = Deployment(decoder)
     sizes = len(prompt_ids), arguments.max_new_tokens
     if arguments.reprobe:
         decoder.deployment.costs_at(*sizes, reprobe=True)
-    if arguments.explain:
-        for line in decoder.deployment.lines(*sizes):
-            print(line, file=sys.stderr)
+    lines = decoder.deployment.lines(*sizes) if arguments.explain else []
+    lines += decoder.deployment.full_probe().lines() if arguments.probe_full else []
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -180,7 +182,8 @@ def run(arguments: argparse.Namespace) -> int:
     options = decoding_options(arguments)
     placement = Placement.choose(arguments.device, arguments.dtype)
     autoregressive = arguments.method == "ar" or (arguments.method == "cast" and arguments.width == 0)
-    drafts = arguments.compare or arguments.explain or arguments.reprobe or not autoregressive
+    probes = arguments.explain or arguments.reprobe or arguments.probe_full
+    drafts = arguments.compare or probes or not autoregressive
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
     if drafts and choice.pair and choice.pair.thinking != arguments.enable_thinking:
         mode = "with" if choice.pair.thinking else "without"
@@ -193,7 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
     decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
     options["stop_ids"] = tokenizer.stop_ids
     screen = Screen()
-    if arguments.explain or arguments.reprobe:
+    if probes:
         explain_width(decoder, prompt_ids, arguments)
     if arguments.compare:
         return compare_methods(decoder, tokenizer, prompt_ids, arguments, options, screen)

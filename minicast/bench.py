@@ -30,6 +30,7 @@ from minicast.decode import Decoder, Options, Output
 from minicast.figures import Record, located, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
+from minicast.probe import Deployment
 from minicast.prompts import PROMPTS, Prompt, read_prompts
 from minicast.report import Report, commit, environment, write_atomically
 from minicast.width import MAX_WIDTH
@@ -203,6 +204,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
     parser.add_argument("--attention", help="sdpa, static or flex; default: what the device runs best")
     parser.add_argument("--eager", action="store_true", help="on a GPU: compile and capture nothing")
+    parser.add_argument("--probe-full", action="store_true",
+                        help="the paper's long probe of this machine too, and the N* it gives")
     parser.add_argument("--out", type=Path, metavar="FILE.json",
                         help="write everything there, and the table beside it")
     parser.add_argument("--gpu-check", action="store_true",
@@ -230,7 +233,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         for width in (arguments.widths if method == "cast" else [0])
     ]
     placement = Placement.choose(arguments.device, arguments.dtype)
-    drafts = arguments.methods != ["ar"]
+    drafts = arguments.methods != ["ar"] or arguments.probe_full
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
     tokenizer = choice.tokenizer()
     prompt_ids = [tokenizer.encode_chat(prompt.text) for prompt in prompts]
@@ -256,6 +259,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     compile = False if arguments.eager else None
     decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
     warm_up(decoder, arms, prompt_ids[0], options)
+    probe = Deployment(decoder).full_probe() if arguments.probe_full else None
     before = measure_floor(target)
     run_prompts(decoder, arms, prompts, prompt_ids, arguments.repeats, arguments.seed, options, journal)
     floor = min(before, measure_floor(target), key=lambda floor: floor.ms)
@@ -277,6 +281,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         measure_tree_builder(),
         rows,
         predictions(journal.records, rows, arguments.seed),
+        probe,
         journal.records,
         [located(record) for record in failures],
     )

@@ -2,7 +2,7 @@
 
 Costs are measured on the path that will run, the decoder's own two functions: `propose` at two widths gives
 the draft and h(N), `settle` at a few row counts gives the target's pass with walk and commit. They are kept
-on disk, so that a deployment is probed once. The paper's protocol (Table 5) is `paper_probe`.
+on disk, so that a deployment is probed once. The paper's own protocol (Table 5) is `paper_probe`, `--probe-full`.
 
 Masses are a mean over recorded rounds, the mass curve of a target/draft pair: shipped beside the head as
 curve.json (minicast/replay.py records it), or else learned from the rounds decoded here.
@@ -26,7 +26,7 @@ from minicast.machine import processor
 from minicast.round import BUCKETS, MAX_ROWS, Request
 from minicast.tree import Tree
 from minicast.width import (
-    MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, RoundWidth, best_drafted,
+    FIT_FROM, MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, RoundWidth, best_drafted,
     decide, round_times,
 )
 from model.default_model import cache_directory
@@ -41,7 +41,8 @@ BEHIND = 2           # positions the drafter has to catch up with before a draft
 WARM_UPS, REPEATS, LEAST_REPEATS = 2, 7, 3
 SECONDS = 1.5        # a group of passes is not repeated further beyond this
 PREFIXES = (256, 1024, 4096, 16384, 65536)  # prefix lengths that costs are measured at
-PAPER_PACKED, PAPER_PREFIX, PAPER_WARM_UPS, PAPER_REPEATS = (1, 16, 24, 32, 48, 64, 96, 128), 1024, 8, 30
+PAPER_PACKED, PAPER_PREFIX = (1, 16, 24, 32, 48, 64, 96, 128), 1024  # of the paper's probe (Table 5)
+PAPER_WARM_UPS, PAPER_REPEATS = 8, 30
 LEARNED = 128        # rounds a learned mass curve needs; until then every round is judged by its own masses
 SAVED_EVERY = 16     # rounds
 
@@ -174,21 +175,59 @@ def wants_more(costs: Costs, masses: Sequence[float], static: bool) -> bool:
 
 
 @torch.no_grad()
-def paper_probe(
-    decoder: Decoder, prefix: int = PAPER_PREFIX, packed: Sequence[int] = PAPER_PACKED,
-    warm_ups: int = PAPER_WARM_UPS, repeats: int = PAPER_REPEATS,
-) -> CostModel:
-    """Table 5's protocol: random packed tokens after 1,024 positions, 8 warm-ups and 30 timed passes a count.
+def paper_probe(decoder: Decoder, prefix: int) -> Costs:
+    """Table 5's protocol: random packed tokens after `prefix` positions, 8 warm-ups and 30 timed passes a count.
 
-    What is timed is the pass that runs, walk and commit included.
+    What is timed is the pass that runs, walk and commit included; the draft likewise, with trees of two widths.
     """
     passes = Passes(decoder, prefix)
     try:
-        runs = {n: lambda n=n: passes.settle(n) for n in packed}
-        times = interleaved(runs, decoder._clock, warm_ups, repeats, seconds=float("inf"))
+        runs = {n: lambda n=n: passes.settle(n) for n in PAPER_PACKED}
+        runs |= {-N: lambda N=N: passes.propose(N) for N in PROPOSED}
+        times = interleaved(runs, decoder._clock, PAPER_WARM_UPS, PAPER_REPEATS, seconds=float("inf"))
     finally:
         passes.close()
-    return CostModel.fit(packed, [times[n] for n in packed], BUCKETS if decoder.state.static else ())
+    return Costs(PAPER_PACKED, tuple(times[n] for n in PAPER_PACKED), tuple(times[-N] for N in PROPOSED))
+
+
+@dataclass(frozen=True)
+class FullProbe:
+    """What `paper_probe` measured, and what follows from it.
+
+    Attributes:
+        device, prefix: where, and after how many positions
+        packed, milliseconds: the table
+        slope, intercept: ms a row and ms, of the line fitted from n = 16 on
+        draft_ms, widest_draft_ms: draft, tree and pack at the widths PROPOSED
+        decision: the rule's, on the pair's mass curve; None where that is not known yet
+    """
+
+    device: str
+    prefix: int
+    packed: tuple[int, ...]
+    milliseconds: tuple[float, ...]
+    slope: float
+    intercept: float
+    draft_ms: float
+    widest_draft_ms: float
+    decision: Decision | None
+
+    def lines(self) -> list[str]:
+        """Markdown: the table, the fit, N* and why."""
+        times = " | ".join(f"{ms:.1f}" for ms in self.milliseconds)
+        lines = [
+            "| packed rows n | " + " | ".join(map(str, self.packed)) + " |",
+            "|---|" + "---:|" * len(self.packed),
+            f"| ms | {times} |",
+            "",
+            f"- paper's probe on {self.device}: verify, walk and commit of random tokens after {self.prefix} "
+            f"positions, medians of {PAPER_REPEATS} after {PAPER_WARM_UPS} warm-ups",
+            f"- fit from n = {FIT_FROM} on: {self.intercept:.2f} + {self.slope:.4f} n ms; draft with a tree of "
+            f"{PROPOSED[0]} {self.draft_ms:.2f} ms, of {PROPOSED[1]} {self.widest_draft_ms:.2f} ms",
+        ]
+        if self.decision is None:
+            return [*lines, "- no N* follows yet: no mass curve of this pair is known"]
+        return [*lines, f"- N* = {self.decision.width} follows", *(f"- {line}" for line in self.decision.lines())]
 
 
 # Masses
@@ -310,6 +349,16 @@ class Deployment:
             write_json(path, {"key": key, "costs": asdict(known)})
         self.costs[prefix] = known
         return known
+
+    def full_probe(self, prefix: int = PAPER_PREFIX) -> FullProbe:
+        """The paper's probe; nothing of it is kept, widths go on following the short one."""
+        prefix = min(prefix, self.decoder.target.context)
+        costs = paper_probe(self.decoder, prefix)
+        cost = costs.model(self.decoder.state.static)
+        return FullProbe(
+            device_name(self.decoder), prefix, cost.packed, cost.milliseconds, cost.slope, cost.intercept,
+            *costs.propose_ms, self.decision(costs),
+        )
 
     @property
     def known_masses(self) -> list[float]:

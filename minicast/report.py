@@ -19,6 +19,7 @@ from minicast.figures import (
     Prediction, Record, Row, difference_lines, located, prediction_table, summary, table,
 )
 from minicast.machine import Floor, cpu_name
+from minicast.probe import FullProbe
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Report:
         outside_share: by arm, the part of a round spent in no model, see `Share`
         tree_builder_ms: see `measure_tree_builder`
         predictions: of the arms that chose their own width, beside the widths swept
+        probe: the paper's, where it was asked for
         failures: departures that rounding does not explain, for people
     """
 
@@ -43,6 +45,7 @@ class Report:
     tree_builder_ms: float
     rows: list[Row]
     predictions: list[Prediction]
+    probe: FullProbe | None
     records: list[Record]
     failures: list[str]
 
@@ -58,6 +61,8 @@ class Report:
         lines = [*table(self.rows), ""]
         if self.predictions:
             lines += [*prediction_table(self.predictions), ""]
+        if self.probe:
+            lines += [*self.probe.lines(), ""]
         return "\n".join([*lines, *(f"- {line}" for line in self.notes())]) + "\n"
 
     def notes(self) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minicast import audit, bench, decode, figures, machine, prompts
+from minicast import audit, bench, decode, figures, machine, probe, prompts
 from minicast.bench import Arm, Journal
 from minicast.decode import Decoder, Output
 from minicast.figures import MEAN, Departure, Estimate, Record
@@ -424,6 +424,20 @@ def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys)
     assert bench.main([*one, *stochastic]) == 0
     assert "texts are not compared" in capsys.readouterr().out
     assert bench.main([*flags, "--temperature", "-1"]) == 2
+
+
+def test_program_probes_as_the_paper_does(flags, tmp_path, monkeypatch, capsys):
+    """The table and its fit stand in both files; without the flag there is neither."""
+    monkeypatch.setattr(probe, "PAPER_WARM_UPS", 0)
+    monkeypatch.setattr(probe, "PAPER_REPEATS", 1)
+    out = tmp_path / "probed.json"
+    assert bench.main([*flags, "--methods", "ar", "--probe-full", "--out", str(out)]) == 0
+    probed = json.loads(out.read_text())["probe"]
+    assert probed["packed"] == [1, 16, 24, 32, 48, 64, 96, 128] and min(probed["milliseconds"]) > 0
+    fit = f"{probed['intercept']:.2f} + {probed['slope']:.4f} n ms"
+    assert fit in out.with_suffix(".md").read_text() and probed["decision"] is None
+    assert bench.main([*flags, "--methods", "ar", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["probe"] is None and "fit from" not in out.with_suffix(".md").read_text()
 
 
 def test_program_fails_on_a_real_departure(flags, monkeypatch, capsys):

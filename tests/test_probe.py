@@ -4,6 +4,7 @@ Tests that ask what is decided replace the clock's figures by a table: no decisi
 """
 
 import json
+from statistics import linear_regression
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ import torch
 from minicast import probe
 from minicast.decode import Decoder
 from minicast.round import BUCKETS
-from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, MassCurve, interleaved, paper_probe
+from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, MassCurve, interleaved
 from minicast.tree import best_first_tree, chain_tree
-from minicast.width import MAX_WIDTH, AutoWidth, FixedWidth, RoundWidth
+from minicast.width import MAX_WIDTH, AutoWidth, CostModel, FixedWidth, RoundWidth, stopping_width
 from model.errors import UsageError, UserError
 from test_decode import DEPTH, autoregressive, prompt_of, tiny_draft, tiny_target
 
@@ -51,9 +52,10 @@ def table(monkeypatch):
     """Replaces measuring: passes run once and take what `table.ms` says. `table.asked` lists them."""
 
     class Table:
-        ms, asked, draft_ms = FLAT, [], 5.0
+        ms, asked, how, draft_ms = FLAT, [], (), 5.0
 
         def interleaved(self, passes, clock, *how, **also):
+            self.how = how
             for name, run in passes.items():
                 run()
                 self.asked.append(name)
@@ -110,10 +112,23 @@ def test_probe_measures_and_leaves_nothing_behind(target, draft, body):
     assert out.token_ids == autoregressive(target, prompt, 20).token_ids
 
 
-def test_paper_probe(target, draft, table):
-    """Table 5's counts in one model of costs."""
-    cost = paper_probe(Decoder(target, draft))
-    assert cost.packed == (1, 16, 24, 32, 48, 64, 96, 128) and table.asked == list(cost.packed)
+def test_full_probe(target, draft, table):
+    """The paper's counts and repeats; the fit leaves n = 1 out; N* is the rule's on the pair's masses."""
+    ship(draft)
+    table.ms = {n: 10 + 0.05 * n for n in range(2, 128)} | {1: 3.0, 128: 16.4 + 20}
+    decoder = Decoder(target, draft)
+    found = Deployment(decoder).full_probe()
+    assert found.packed == (1, 16, 24, 32, 48, 64, 96, 128)
+    assert table.asked == [*found.packed, -PROPOSED[0], -PROPOSED[1]] and table.how == (8, 30)
+    assert found.milliseconds == tuple(table.ms[n] for n in found.packed)
+    line = linear_regression(found.packed[1:], found.milliseconds[1:])
+    assert (found.slope, found.intercept) == (pytest.approx(line.slope), pytest.approx(line.intercept))
+    cost = CostModel.fit(found.packed, found.milliseconds)
+    assert found.decision.width == stopping_width(GOOD, cost, table.draft_ms) == 82
+    text = "\n".join(found.lines())
+    assert found.prefix == 512 and "after 512 positions" in text  # 1,024 do not fit this context
+    assert "N* = 82 follows" in text and f"{line.intercept:.2f} + {line.slope:.4f} n ms" in text
+    assert not (draft.directory / "cache" / "costs").exists() and decoder.state.prefix == 0
 
 
 def test_probe_goes_on_only_while_the_rule_adds(target, draft, table):

@@ -202,6 +202,18 @@ def test_explain_and_reprobe(cli, monkeypatch):
     assert len(probed) == 1
 
 
+def test_probe_full(cli, monkeypatch):
+    """Table 5's counts on stderr, and N* or why there is none; the text is the same with it."""
+    monkeypatch.setattr(probe, "PAPER_WARM_UPS", 0)
+    monkeypatch.setattr(probe, "PAPER_REPEATS", 1)
+    few = ("--raw", "--max-new-tokens", "4", "--method", "ar")
+    _, text, before = cli(*few)
+    status, out, err = cli(*few, "--probe-full")
+    assert status == 0 and out == text and "fit from n = 16" not in before
+    for words in ("| packed rows n | 1 | 16 | 24 |", "after 256 positions", "fit from n = 16", "no N* follows yet"):
+        assert words in err
+
+
 def test_eager_flag_reaches_the_decoder(cli, spy, monkeypatch):
     """Without it the decoder decides, by its device."""
     original, seen = Decoder.__init__, []
@@ -274,7 +286,7 @@ def test_every_flag_has_a_spy():
     """A flag that is added without a test above, or below for the output's, fails here."""
     watched = {option for _, option, _ in DECODING} | {"attention", "prompt", "system", "enable_thinking"}
     watched |= {"raw", "model", "draft_model", "device", "dtype", "show_tree", "compare", "json", "help"}
-    watched |= {"explain", "reprobe", "eager"}
+    watched |= {"explain", "reprobe", "probe_full", "eager"}
     assert {action.dest for action in parser_actions()} == watched
 
 
