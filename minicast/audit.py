@@ -4,16 +4,20 @@ Methods round differently, since a product over n rows is another sum than one o
 texts differ, or a token is not the target's best, the gap between the scores says whether rounding explains it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
 from minicast.decode import Options
-from minicast.figures import Departure
+from minicast.figures import Departure, Record, markdown
 from minicast.sampling import gumbel_noise, shape_logits
-from model.transformer import Target
+from model.transformer import Target, Window
 
 NEAR_TIE = 1e-3  # largest top-two gap that rounding may flip in float32; a departure at a larger one is a bug
+AUDIT_BOUNDS = {torch.float32: NEAR_TIE, torch.bfloat16: 0.25}  # largest gap that a greedy token may have
 
 
 def first_departure(
@@ -31,14 +35,110 @@ def first_departure(
         shared += 1
     expected, got = [tokens[shared] if shared < len(tokens) else None for tokens in (reference, answer)]
     prefix = [*prompt_ids, *reference[:shared]]
-    scores = target.score(prefix)[0][-1:]  # (1, V)
+    scores = next_scores(target, prefix, 1)
     if not params.greedy:
         position = torch.tensor([len(prefix)], device=scores.device)
         scores = shape_logits(scores, params) + gumbel_noise(params.seed, position, scores.shape[1])
-    best, second = scores[0].float().topk(2).values.tolist()
+    best, second = scores[0].topk(2).values.tolist()
     return Departure(shared, expected, got, best - second)
 
 
 def is_failure(departure: Departure | None, dtype: torch.dtype) -> bool:
     """Whether rounding cannot explain this departure. In half precision it explains more: never a failure."""
     return departure is not None and dtype == torch.float32 and departure.gap > NEAR_TIE
+
+
+@torch.no_grad()
+def next_scores(target: Target, token_ids: Sequence[int], count: int) -> Tensor:
+    """The target's logits after each of the last `count` ids, by one uncached pass: (count, V) float32."""
+    tokens = torch.as_tensor(token_ids, device=target.device)
+    rows = torch.arange(len(tokens), device=target.device)
+    hidden, _ = target(tokens[None], None, Window(rows, rows))
+    return target.logits(hidden[0, -count:]).float()
+
+
+# The audit of greedy answers
+
+def audit(target: Target, prompt_ids: Sequence[int], answer: Sequence[int]) -> list[Departure]:
+    """Where a greedy answer's token is not the target's best, given all before it; gap: by how much.
+
+    This knows no method, no cache and no tree: a fault that all methods share shows here, too.
+    """
+    if not answer:
+        return []
+    scores = next_scores(target, [*prompt_ids, *answer[:-1]], len(answer))
+    best, expected = scores.max(1)
+    gaps = best - scores.gather(1, torch.tensor(answer, device=scores.device)[:, None])[:, 0]  # (len(answer),)
+    places = gaps.nonzero()[:, 0].tolist()
+    return [Departure(place, int(expected[place]), answer[place], float(gaps[place])) for place in places]
+
+
+@dataclass(frozen=True)
+class Slip:
+    """A token that is not the target's best. arms: all that gave this text"""
+
+    arms: list[str]
+    domain: str
+    prompt: int
+    departure: Departure
+
+    def cells(self) -> list[str]:
+        """Its row of the table."""
+        found = self.departure
+        numbers = (self.prompt, found.position, found.got, found.expected)
+        return [self.domain, ", ".join(self.arms), *map(str, numbers), f"{found.gap:.2g}"]
+
+    def __str__(self) -> str:
+        found = self.departure
+        return (
+            f"{', '.join(self.arms)}, {self.domain} prompt {self.prompt}: token {found.position} is {found.got}, and "
+            f"{found.expected} is better by {found.gap:.2g}"
+        )
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the audit of a run found.
+
+    Attributes:
+        answers, tokens: how many were audited, equal answers to a prompt once
+        dtype, bound: the largest gap that rounding may explain in it
+    """
+
+    answers: int
+    tokens: int
+    dtype: str
+    bound: float
+    slips: list[Slip]
+
+    @classmethod
+    def of(cls, target: Target, records: Sequence[Record], prompt_ids: Sequence[Sequence[int]]) -> "Audit":
+        """prompt_ids: by the records' `prompt`."""
+        texts: dict[tuple, list[Record]] = {}
+        for record in records:
+            texts.setdefault((record.prompt, *record.output.token_ids), []).append(record)
+        slips = []
+        for (prompt, *answer), same in tqdm(texts.items(), "auditing", unit="answer", leave=False, disable=None):
+            arms = list(dict.fromkeys(record.arm for record in same))
+            found = audit(target, prompt_ids[prompt], answer)
+            slips += [Slip(arms, same[0].domain, prompt, departure) for departure in found]
+        tokens = sum(len(text) - 1 for text in texts)
+        return cls(len(texts), tokens, str(target.dtype).removeprefix("torch."), AUDIT_BOUNDS[target.dtype], slips)
+
+    @property
+    def failures(self) -> list[Slip]:
+        return [slip for slip in self.slips if slip.departure.gap > self.bound]
+
+    def lines(self) -> Iterator[str]:
+        """Markdown."""
+        found = "every token is the target's best"
+        if self.slips:
+            heads = ("domain", "methods", "prompt", "position", "token", "the target's best", "gap")
+            yield from markdown(heads, [slip.cells() for slip in self.slips])
+            yield ""
+            widest = max(slip.departure.gap for slip in self.slips)
+            found = f"{len(self.slips)} are not the target's best, by {widest:.2g} at most"
+        yield (
+            f"- audit: {self.answers} texts of {self.tokens} tokens, each in one uncached pass of the target: {found}; "
+            f"{self.bound:g} is allowed in {self.dtype}"
+        )

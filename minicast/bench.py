@@ -24,13 +24,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from minicast.audit import first_departure, is_failure
+from minicast.audit import Audit, first_departure, is_failure
 from minicast.command import DTYPES, Choice, Placement, at_least, guarded
 from minicast.decode import Decoder, Options, Output
 from minicast.figures import Record, located, predictions, round_ms, summarise
-from minicast.machine import measure_floor, measure_share, measure_tree_builder
+from minicast.machine import Floor, measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
-from minicast.probe import Deployment
+from minicast.probe import Deployment, FullProbe
 from minicast.prompts import PROMPTS, Prompt, read_prompts
 from minicast.report import Report, commit, environment, write_atomically
 from minicast.width import MAX_WIDTH
@@ -163,6 +163,42 @@ def run_prompts(
     bar.close()
 
 
+def concluded(
+    decoder: Decoder,
+    arms: Sequence[Arm],
+    prompt_ids: Sequence[list[int]],
+    records: Sequence[Record],
+    settings: dict,
+    where: dict,
+    floor: Floor,
+    probe: FullProbe | None,
+    audited: bool,
+) -> Report:
+    """The report on finished records, with what is measured once beside them."""
+    target, options, seed = decoder.target, settings["options"], settings["seed"]
+    autoregressive = [record for record in records if record.arm == "ar"]
+    failures = [located(record) for record in records if is_failure(record.departure, target.dtype)]
+    audit = Audit.of(target, records, prompt_ids) if audited else None
+    rows = summarise(records, seed)
+    return Report(
+        settings=settings,
+        environment=where,
+        floor=floor,
+        ar_over_floor=round_ms(autoregressive) / floor.ms if autoregressive else None,
+        outside_share={
+            str(arm): measure_share(decoder, prompt_ids[0], method=arm.method, width=arm.width, **options).outside
+            for arm in arms
+        },
+        tree_builder_ms=measure_tree_builder(),
+        rows=rows,
+        predictions=predictions(records, rows, seed),
+        probe=probe,
+        audit=audit,
+        records=records,
+        failures=failures + [str(slip) for slip in (audit.failures if audit else [])],
+    )
+
+
 # The command line
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -206,6 +242,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="on a GPU: compile and capture nothing")
     parser.add_argument("--probe-full", action="store_true",
                         help="the paper's long probe of this machine too, and the N* it gives")
+    parser.add_argument("--audit", action="store_true",
+                        help="greedy only: check every token against one uncached pass of the target")
     parser.add_argument("--out", type=Path, metavar="FILE.json",
                         help="write everything there, and the table beside it")
     parser.add_argument("--gpu-check", action="store_true",
@@ -225,7 +263,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
 
         return gpu_check.main(arguments)
     options = {name: getattr(arguments, name) for name in ("max_new_tokens", "verifier", *SAMPLING)}
-    Options(**options)  # before anything is loaded
+    if not Options(**options).sampling.greedy and arguments.audit:  # checked before anything is loaded
+        raise UsageError("--audit compares with the target's best token: leave out --temperature")
     prompts = read_prompts(arguments.prompts, arguments.limit)
     arms = [
         Arm(method, width)
@@ -264,27 +303,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     run_prompts(decoder, arms, prompts, prompt_ids, arguments.repeats, arguments.seed, options, journal)
     floor = min(before, measure_floor(target), key=lambda floor: floor.ms)
 
-    autoregressive = [record for record in journal.records if record.arm == "ar"]
-    failures = [record for record in journal.records if is_failure(record.departure, target.dtype)]
-    rows = summarise(journal.records, arguments.seed)
-    report = Report(
-        settings,
-        environment(placement, choice.source(), command, settings["commit"]),
-        floor,
-        round_ms(autoregressive) / floor.ms if autoregressive else None,
-        {
-            str(arm): measure_share(
-                decoder, prompt_ids[0], method=arm.method, width=arm.width, **options
-            ).outside
-            for arm in arms
-        },
-        measure_tree_builder(),
-        rows,
-        predictions(journal.records, rows, arguments.seed),
-        probe,
-        journal.records,
-        [located(record) for record in failures],
-    )
+    where = environment(placement, choice.source(), command, settings["commit"])
+    report = concluded(decoder, arms, prompt_ids, journal.records, settings, where, floor, probe, arguments.audit)
     print(report.to_markdown(), end="")
     if arguments.out:
         write_atomically(arguments.out, report.to_json())

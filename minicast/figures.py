@@ -386,7 +386,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         "speedup over AR", "by wall time", "mean of prompts", "gain over DFlash", "mean of prompts",
         "R - R of DFlash",
     )
-    yield from _markdown(heads, [
+    yield from markdown(heads, [
         [
             row.domain,
             row.arm,
@@ -411,7 +411,7 @@ def prediction_table(predictions: Sequence[Prediction]) -> Iterator[str]:
         "domain", "method", "predicted N", "rounds drafted", "speedup over AR", "oracle", "its speedup",
         "gap, points", "mean of prompts", "gap in gain over DFlash",
     )
-    yield from _markdown(heads, [
+    yield from markdown(heads, [
         [
             each.domain,
             each.arm,
@@ -428,7 +428,7 @@ def prediction_table(predictions: Sequence[Prediction]) -> Iterator[str]:
     ])
 
 
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """A table whose first two columns are names."""
     yield f"| {' | '.join(heads)} |"
     yield "|---|---|" + "---:|" * (len(heads) - 2)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from minicast.audit import Audit
 from minicast.command import Placement
 from minicast.figures import (
     Prediction, Record, Row, difference_lines, located, prediction_table, summary, table,
@@ -34,6 +35,7 @@ class Report:
         tree_builder_ms: see `measure_tree_builder`
         predictions: of the arms that chose their own width, beside the widths swept
         probe: the paper's, where it was asked for
+        audit: whether tokens are the target's best, likewise
         failures: departures that rounding does not explain, for people
     """
 
@@ -46,6 +48,7 @@ class Report:
     rows: list[Row]
     predictions: list[Prediction]
     probe: FullProbe | None
+    audit: Audit | None
     records: list[Record]
     failures: list[str]
 
@@ -63,6 +66,8 @@ class Report:
             lines += [*prediction_table(self.predictions), ""]
         if self.probe:
             lines += [*self.probe.lines(), ""]
+        if self.audit:
+            lines += [*self.audit.lines(), ""]
         return "\n".join([*lines, *(f"- {line}" for line in self.notes())]) + "\n"
 
     def notes(self) -> Iterator[str]:

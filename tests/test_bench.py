@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minicast import audit, bench, decode, figures, machine, probe, prompts
+from minicast import audit, bench, decode, figures, machine, probe, prompts, round
 from minicast.bench import Arm, Journal
 from minicast.decode import Decoder, Output
 from minicast.figures import MEAN, Departure, Estimate, Record
@@ -181,6 +181,46 @@ def test_only_a_wide_gap_in_float32_is_a_failure():
     assert not audit.is_failure(Departure(0, 1, 2, 9e-4), torch.float32)
     assert audit.is_failure(Departure(0, 1, 2, 2e-3), torch.float32)
     assert not audit.is_failure(Departure(0, 1, 2, 0.2), torch.bfloat16)
+
+
+# The audit
+
+def test_audit_finds_every_token_that_is_not_the_best(decoder):
+    """Against one pass a token: positions, tokens and gaps, of a right answer, a changed one and of none."""
+    prompt, target = [1, 2, 3], decoder.target
+    answer = bench.measure(decoder, Arm("ar"), prompt, {"max_new_tokens": 12}).token_ids
+    assert audit.audit(target, prompt, answer) == audit.audit(target, prompt, []) == []
+    changed = answer[:4] + [(answer[4] + 1) % 256] + answer[5:]
+    expected = []
+    for place, token in enumerate(changed):
+        scores = target.score(prompt + changed[:place])[0][-1]
+        if int(scores.argmax()) != token:
+            expected.append(Departure(place, int(scores.argmax()), token, float(scores.max() - scores[token])))
+    found = audit.audit(target, prompt, changed)
+    assert found[0].position == 4 and len(found) == len(expected) > 1
+    for ours, slow in zip(found, expected):
+        assert replace(ours, gap=0) == replace(slow, gap=0) and ours.gap == pytest.approx(slow.gap, abs=1e-4)
+
+
+def test_audit_counts_equal_texts_once_and_bounds_gaps(decoder):
+    """Methods that gave one text are named together; a gap above the bound of the dtype is a failure."""
+    answer = bench.measure(decoder, Arm("ar"), [1], {"max_new_tokens": 6}).token_ids
+    other = answer[:-1] + [(answer[-1] + 1) % 256]
+    records = [a_record("ar"), a_record("dflash"), a_record("cast N=3"), a_record("ar", repeat=1)]
+    for record, tokens in zip(records, (answer, answer, other, answer)):
+        record.output.token_ids = tokens
+    found = audit.Audit.of(decoder.target, records, [[1]])
+    assert (found.answers, found.tokens, found.bound, found.dtype) == (2, 12, 1e-3, "float32")
+    (slip,) = found.slips
+    assert (slip.arms, slip.departure.position, slip.departure.got) == (["cast N=3"], 5, other[-1])
+    assert found.failures == [slip] and str(slip).startswith(f"cast N=3, d prompt 0: token 5 is {other[-1]}, and ")
+    near = replace(slip, departure=replace(slip.departure, gap=0.24))
+    assert replace(found, dtype="bfloat16", bound=audit.AUDIT_BOUNDS[torch.bfloat16], slips=[near]).failures == []
+    wide = replace(slip, departure=replace(slip.departure, gap=0.26))
+    assert replace(found, bound=0.25, slips=[near, wide]).failures == [wide]
+    lines = list(found.lines())
+    assert lines[2].split(" | ")[1:-1] == ["cast N=3", "0", "5", str(other[-1]), str(slip.departure.expected)]
+    assert "1 are not the target's best" in lines[-1]
 
 
 # Running and resuming
@@ -438,6 +478,25 @@ def test_program_probes_as_the_paper_does(flags, tmp_path, monkeypatch, capsys):
     assert fit in out.with_suffix(".md").read_text() and probed["decision"] is None
     assert bench.main([*flags, "--methods", "ar", "--out", str(out)]) == 0
     assert json.loads(out.read_text())["probe"] is None and "fit from" not in out.with_suffix(".md").read_text()
+
+
+def test_program_audits(flags, tmp_path, monkeypatch, capsys):
+    """Right tokens pass, half precision too; a fault that every method shares does not: only the audit sees it."""
+    out = tmp_path / "audited.json"
+    assert bench.main([*flags, "--audit", "--out", str(out)]) == 0
+    assert "audit: 2 texts of 12 tokens" in capsys.readouterr().out
+    assert json.loads(out.read_text())["audit"]["slips"] == []
+    assert bench.main([*flags, "--audit", "--dtype", "bfloat16"]) == 0
+    assert "0.25 is allowed in bfloat16" in capsys.readouterr().out
+    assert bench.main([*flags, "--audit", "--temperature", "0.5"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    walk = round.walk
+    monkeypatch.setattr(round, "walk", lambda *given: walk(*given[:3], (given[3] + 1) % 256, given[4]))
+    assert bench.main([*flags, "--audit", "--out", str(out)]) == 1
+    captured = capsys.readouterr()
+    assert "| the target's best |" in captured.out and "is better by" in captured.err
+    report = json.loads(out.read_text())
+    assert len(report["failures"]) == len(report["audit"]["slips"]) == 2 * 5  # the prefill's token is right
 
 
 def test_program_fails_on_a_real_departure(flags, monkeypatch, capsys):
