@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from minicast.decode import Options
 from minicast.figures import Departure, Record, markdown
+from minicast.prompts import Question
 from minicast.sampling import gumbel_noise, shape_logits
 from model.transformer import Target, Window
 
@@ -112,15 +113,15 @@ class Audit:
     slips: list[Slip]
 
     @classmethod
-    def of(cls, target: Target, records: Sequence[Record], prompt_ids: Sequence[Sequence[int]]) -> "Audit":
-        """prompt_ids: by the records' `prompt`."""
+    def of(cls, target: Target, records: Sequence[Record], questions: Sequence[Question]) -> "Audit":
+        """questions: by the records' `prompt`."""
         texts: dict[tuple, list[Record]] = {}
         for record in records:
             texts.setdefault((record.prompt, *record.output.token_ids), []).append(record)
         slips = []
         for (prompt, *answer), same in tqdm(texts.items(), "auditing", unit="answer", leave=False, disable=None):
             arms = list(dict.fromkeys(record.arm for record in same))
-            found = audit(target, prompt_ids[prompt], answer)
+            found = audit(target, questions[prompt].prompt_ids, answer)
             slips += [Slip(arms, same[0].domain, prompt, departure) for departure in found]
         tokens = sum(len(text) - 1 for text in texts)
         return cls(len(texts), tokens, str(target.dtype).removeprefix("torch."), AUDIT_BOUNDS[target.dtype], slips)

@@ -28,10 +28,10 @@ from minicast.audit import Audit, first_departure, is_failure
 from minicast.command import DTYPES, Choice, Placement, at_least, guarded
 from minicast.decode import Decoder, Options, Output
 from minicast.figures import Record, located, predictions, round_ms, summarise
-from minicast.machine import Floor, measure_floor, measure_share, measure_tree_builder
+from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
-from minicast.probe import Deployment, FullProbe
-from minicast.prompts import PROMPTS, Prompt, read_prompts
+from minicast.probe import PAPER_PREFIX, Deployment
+from minicast.prompts import PROMPTS, Question, questions, read_prompts
 from minicast.report import Report, commit, environment, write_atomically
 from minicast.width import MAX_WIDTH
 from model.errors import UsageError
@@ -132,70 +132,65 @@ class Journal:
             self.path.unlink()
 
 
-def run_prompts(
-    decoder: Decoder,
-    arms: Sequence[Arm],
-    prompts: Sequence[Prompt],
-    prompt_ids: Sequence[list[int]],
-    repeats: int,
-    seed: int,
-    options: dict,
-    journal: Journal,
-) -> None:
-    """Measure what the journal does not hold yet. prompt_ids: the prompts, encoded.
+@dataclass(frozen=True)
+class Plan:
+    """All that decides what is run.
 
-    Each repeat samples with a seed of its own.
+    Attributes:
+        seed: of samples (each repeat adds 1), the arms' order and the bootstrap
+        options: of `Decoder.stream`, less those of the arm, the question and the repeat
     """
+
+    arms: list[Arm]
+    questions: list[Question]
+    repeats: int
+    seed: int
+    options: dict
+
+    def asked(self, index: int, repeat: int = 0) -> dict:
+        """The options of a question's answers by all arms."""
+        return self.options | {"max_new_tokens": self.questions[index].max_new_tokens, "seed": self.seed + repeat}
+
+
+def run_plan(decoder: Decoder, plan: Plan, journal: Journal) -> None:
+    """Measure what the journal does not hold yet."""
     finished = {(record.repeat, record.prompt) for record in journal.records}
-    bar = tqdm(total=repeats * len(prompts), unit="prompt", file=sys.stderr, disable=None)
+    bar = tqdm(total=plan.repeats * len(plan.questions), unit="prompt", file=sys.stderr, disable=None)
     bar.update(len(finished))
-    for repeat in range(repeats):
-        for index, prompt in enumerate(prompts):
+    for repeat in range(plan.repeats):
+        for index, question in enumerate(plan.questions):
             if (repeat, index) in finished:
                 continue
-            bar.set_description(prompt.domain)
-            order = list(arms)
-            random.Random(f"{seed} {repeat} {index}").shuffle(order)
-            where = (prompt.domain, index, repeat)
-            seeded = options | {"seed": seed + repeat}
-            journal.append(contest(decoder, arms, prompt_ids[index], seeded, order, *where))
+            bar.set_description(question.domain)
+            order = list(plan.arms)
+            random.Random(f"{plan.seed} {repeat} {index}").shuffle(order)
+            where = (question.domain, index, repeat)
+            journal.append(
+                contest(decoder, plan.arms, question.prompt_ids, plan.asked(index, repeat), order, *where)
+            )
             bar.update()
     bar.close()
 
 
-def concluded(
-    decoder: Decoder,
-    arms: Sequence[Arm],
-    prompt_ids: Sequence[list[int]],
-    records: Sequence[Record],
-    settings: dict,
-    where: dict,
-    floor: Floor,
-    probe: FullProbe | None,
-    audited: bool,
-) -> Report:
-    """The report on finished records, with what is measured once beside them."""
-    target, options, seed = decoder.target, settings["options"], settings["seed"]
+def conclude(decoder: Decoder, plan: Plan, records: list[Record], **measured) -> Report:
+    """The report on finished records, with what takes one more answer; measured: the report's other fields."""
+    dtype, first = decoder.target.dtype, plan.questions[0].prompt_ids
     autoregressive = [record for record in records if record.arm == "ar"]
-    failures = [located(record) for record in records if is_failure(record.departure, target.dtype)]
-    audit = Audit.of(target, records, prompt_ids) if audited else None
-    rows = summarise(records, seed)
+    failures = [located(record) for record in records if is_failure(record.departure, dtype)]
+    audit = measured["audit"]
+    rows = summarise(records, plan.seed)
     return Report(
-        settings=settings,
-        environment=where,
-        floor=floor,
-        ar_over_floor=round_ms(autoregressive) / floor.ms if autoregressive else None,
+        ar_over_floor=round_ms(autoregressive) / measured["floor"].ms if autoregressive else None,
         outside_share={
-            str(arm): measure_share(decoder, prompt_ids[0], method=arm.method, width=arm.width, **options).outside
-            for arm in arms
+            str(arm): measure_share(decoder, first, method=arm.method, width=arm.width, **plan.asked(0)).outside
+            for arm in plan.arms
         },
         tree_builder_ms=measure_tree_builder(),
         rows=rows,
-        predictions=predictions(records, rows, seed),
-        probe=probe,
-        audit=audit,
+        predictions=predictions(records, rows, plan.seed),
         records=records,
         failures=failures + [str(slip) for slip in (audit.failures if audit else [])],
+        **measured,
     )
 
 
@@ -216,6 +211,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
         return values
 
+    def counts(least: int):
+        def parse(text: str) -> list[int]:
+            values = [at_least(least)(value) for value in text.split(",")]
+            if len(set(values)) < len(values):
+                raise argparse.ArgumentTypeError(f"must name each number once, got {text}")
+            return values
+
+        return parse
+
     parser = argparse.ArgumentParser(prog="python -m minicast.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", nargs="+", type=Path, default=[PROMPTS], metavar="FILE",
                         help="JSONL with prompt, question, text, problem or turns; a line's domain is its "
@@ -225,7 +229,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", "--widths", dest="widths", type=widths, default=[15], metavar="N,N,...",
                         help="of cast, an arm each: numbers, auto (one that pays on this machine) or round "
                         "(one for each round); default: 15")
-    parser.add_argument("--max-new-tokens", type=at_least(2), default=128, help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=counts(2), default=[128], metavar="N,N,...",
+                        help="lengths of answers, a table's domain each; default: 128")
+    parser.add_argument("--prefix", type=counts(1), default=[], metavar="N,N,...",
+                        help="cut prompts to at most so many tokens, a table's domain each; also where "
+                        "--probe-full probes, 1024 if not given")
     parser.add_argument("--repeats", type=at_least(1), default=1, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
     parser.add_argument("--top-k", type=int, metavar="K")
@@ -262,10 +270,9 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         from minicast import gpu_check
 
         return gpu_check.main(arguments)
-    options = {name: getattr(arguments, name) for name in ("max_new_tokens", "verifier", *SAMPLING)}
+    options = {name: getattr(arguments, name) for name in ("verifier", *SAMPLING)}
     if not Options(**options).sampling.greedy and arguments.audit:  # checked before anything is loaded
         raise UsageError("--audit compares with the target's best token: leave out --temperature")
-    prompts = read_prompts(arguments.prompts, arguments.limit)
     arms = [
         Arm(method, width)
         for method in arguments.methods
@@ -275,8 +282,10 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     drafts = arguments.methods != ["ar"] or arguments.probe_full
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
     tokenizer = choice.tokenizer()
-    prompt_ids = [tokenizer.encode_chat(prompt.text) for prompt in prompts]
+    prompts = read_prompts(arguments.prompts, arguments.limit)
+    asked = questions(prompts, tokenizer, arguments.prefix, arguments.max_new_tokens)
     options["stop_ids"] = tokenizer.stop_ids
+    plan = Plan(arms, asked, arguments.repeats, arguments.seed, options)
     settings = {
         "weights": choice.source(),
         "draft_vocabulary": arguments.draft_vocabulary,
@@ -286,6 +295,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "arms": [str(arm) for arm in arms],
         "prompts": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in arguments.prompts},
         "limit": arguments.limit,
+        "prefix": arguments.prefix,
+        "max_new_tokens": arguments.max_new_tokens,
         "repeats": arguments.repeats,
         "seed": arguments.seed,
         "options": options,
@@ -297,14 +308,21 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     target, draft = choice.load(placement, arguments.draft_vocabulary)
     compile = False if arguments.eager else None
     decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
-    warm_up(decoder, arms, prompt_ids[0], options)
-    probe = Deployment(decoder).full_probe() if arguments.probe_full else None
+    warm_up(decoder, arms, asked[0].prompt_ids, plan.asked(0))
+    deployment = Deployment(decoder) if arguments.probe_full else None
+    probes = [deployment.full_probe(prefix) for prefix in arguments.prefix or [PAPER_PREFIX]] if deployment else []
     before = measure_floor(target)
-    run_prompts(decoder, arms, prompts, prompt_ids, arguments.repeats, arguments.seed, options, journal)
-    floor = min(before, measure_floor(target), key=lambda floor: floor.ms)
-
-    where = environment(placement, choice.source(), command, settings["commit"])
-    report = concluded(decoder, arms, prompt_ids, journal.records, settings, where, floor, probe, arguments.audit)
+    run_plan(decoder, plan, journal)
+    report = conclude(
+        decoder,
+        plan,
+        journal.records,
+        settings=settings,
+        environment=environment(placement, choice.source(), command, settings["commit"]),
+        floor=min(before, measure_floor(target), key=lambda floor: floor.ms),
+        probes=probes,
+        audit=Audit.of(target, journal.records, asked) if arguments.audit else None,
+    )
     print(report.to_markdown(), end="")
     if arguments.out:
         write_atomically(arguments.out, report.to_json())

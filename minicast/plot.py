@@ -5,7 +5,7 @@
 What a file holds decides what is drawn, after the file's own name:
 
     probe     NAME-latency.png    a target pass against packed rows n, with the fitted line (paper, Figure 2);
-                                  also from a bench with --probe-full
+                                  a bench with --probe-full has one for each prefix
     bench     NAME-speedup.png    speedup over AR against width N, N* marked (paper, Figure 3)
     replay    NAME-lengths.png    R against N, replayed and as the drafter's scores promise
               NAME-scores.png     correction ranks, reliability, masses, shapes (paper, Figure 4)
@@ -146,8 +146,8 @@ def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
     if "findings" in values:
         return {"lengths": (lengths, values), "scores": (scores, values)}
     if "rows" in values:
-        probed = {"latency": (latency, values["probe"])} if values.get("probe") else {}
-        return {"speedup": (speedup, values)} | probed
+        probes = {f"latency-{probe['prefix']}": (latency, probe) for probe in values.get("probes", [])}
+        return {"speedup": (speedup, values)} | probes
     probe = values.get("costs", values)
     if isinstance(probe, dict) and "packed" in probe and {"milliseconds", "settle_ms"} & probe.keys():
         return {"latency": (latency, probe)}

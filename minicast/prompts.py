@@ -1,4 +1,7 @@
-"""Prompts from JSONL files, one a line, by domain. The small set of our own is prompts.jsonl, beside this file."""
+"""Prompts from JSONL files, one a line, by domain, and the questions that a bench makes of them.
+
+The small set of our own is prompts.jsonl, beside this file.
+"""
 
 import json
 from collections.abc import Sequence
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.errors import UsageError, UserError
+from model.tokenizer import Tokenizer
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 PROMPT_FIELDS = ("prompt", "question", "text", "problem")
@@ -55,3 +59,50 @@ def _read_prompt(line: str, where: str) -> tuple[str, str | None]:
             if isinstance(text, str):
                 return text, values.get("domain")
     raise UserError(f"{where} has no prompt: none of {', '.join(PROMPT_FIELDS)} or turns")
+
+
+# Questions
+
+@dataclass(frozen=True)
+class Question:
+    """What is measured at a time.
+
+    Attributes:
+        domain: of the prompt; in a sweep also says which prefix and length
+        prompt_ids: P token ids
+        max_new_tokens: tokens that the answer may have
+    """
+
+    domain: str
+    prompt_ids: list[int]
+    max_new_tokens: int
+
+
+def questions(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, prefixes: Sequence[int], lengths: Sequence[int]
+) -> list[Question]:
+    """Every prompt, cut to each of the prefixes and answered to each of the lengths. No prefixes: not cut."""
+    return [
+        Question(name(prompt.domain, prefix, length, prefixes, lengths), encode(prompt.text, tokenizer, prefix), length)
+        for prefix in prefixes or [None]
+        for length in lengths
+        for prompt in prompts
+    ]
+
+
+def name(domain: str, prefix: int | None, length: int, prefixes: Sequence[int], lengths: Sequence[int]) -> str:
+    """A domain's name, with what is swept: each cell of a sweep is a domain of its own in every table."""
+    swept = [f"prefix {prefix}"] if len(prefixes) > 1 else []
+    swept += [f"{length} new"] if len(lengths) > 1 else []
+    return ", ".join([domain, *swept])
+
+
+def encode(text: str, tokenizer: Tokenizer, limit: int | None) -> list[int]:
+    """The text as a chat, its end cut so that all of it, template included, has at most `limit` tokens."""
+    ids, kept = tokenizer.encode_chat(text), tokenizer.encode(text)
+    while limit is not None and len(ids) > limit:
+        if not kept:
+            raise UsageError(f"--prefix {limit}: the chat template alone has {len(ids)} tokens")
+        kept = kept[: limit - len(ids)]
+        ids = tokenizer.encode_chat(tokenizer.decode(kept))
+    return ids

@@ -34,7 +34,7 @@ class Report:
         outside_share: by arm, the part of a round spent in no model, see `Share`
         tree_builder_ms: see `measure_tree_builder`
         predictions: of the arms that chose their own width, beside the widths swept
-        probe: the paper's, where it was asked for
+        probes: the paper's, by prefix, where they were asked for
         audit: whether tokens are the target's best, likewise
         failures: departures that rounding does not explain, for people
     """
@@ -47,7 +47,7 @@ class Report:
     tree_builder_ms: float
     rows: list[Row]
     predictions: list[Prediction]
-    probe: FullProbe | None
+    probes: list[FullProbe]
     audit: Audit | None
     records: list[Record]
     failures: list[str]
@@ -64,8 +64,8 @@ class Report:
         lines = [*table(self.rows), ""]
         if self.predictions:
             lines += [*prediction_table(self.predictions), ""]
-        if self.probe:
-            lines += [*self.probe.lines(), ""]
+        for probe in self.probes:
+            lines += [*probe.lines(), ""]
         if self.audit:
             lines += [*self.audit.lines(), ""]
         return "\n".join([*lines, *(f"- {line}" for line in self.notes())]) + "\n"
@@ -100,7 +100,11 @@ class Report:
             yield f"{name}: {value}"
 
     def text_lines(self) -> Iterator[str]:
-        """How tokens were chosen, and whether all arms gave the same."""
+        """What was asked, how tokens were chosen, and whether all arms gave the same."""
+        if self.settings["prefix"]:
+            counts = [record.prompt_tokens for record in self.records]
+            prefixes = ", ".join(map(str, self.settings["prefix"]))
+            yield f"prompts cut to at most {prefixes} tokens; they have {min(counts)} to {max(counts)}"
         options, (reference, *others) = self.settings["options"], self.settings["arms"]
         if options["temperature"] > 0:
             limits = "".join(f", {name} {options[name]}" for name in ("top_k", "top_p") if options[name])

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from minicast import audit, bench, decode, figures, machine, probe, prompts, round
-from minicast.bench import Arm, Journal
+from minicast.bench import Arm, Journal, Plan
 from minicast.decode import Decoder, Output
 from minicast.figures import MEAN, Departure, Estimate, Record
-from minicast.prompts import Prompt
-from model import load_draft, load_target
+from minicast.prompts import Prompt, Question
+from model import load_draft, load_target, load_tokenizer
 from model.errors import UsageError, UserError
 from test_run import write_byte_tokenizer
 from tiny import write_tiny_draft, write_tiny_target
@@ -71,6 +71,32 @@ def test_own_prompts_cover_three_domains():
     own = prompts.read_prompts([prompts.PROMPTS], None)
     assert 20 <= len(own) <= 40 and {prompt.domain for prompt in own} == {"math", "code", "chat"}
     assert len({prompt.text for prompt in own}) == len(own)
+
+
+def test_prompts_are_cut_to_a_prefix(models):
+    """At most so many tokens, template included, the text's beginning kept; a shorter prompt stays as it is."""
+    tokenizer = load_tokenizer(models[0])
+    whole = tokenizer.encode_chat("Zürich, Genève")
+    template = len(tokenizer.encode_chat(""))
+    for limit in range(template + 1, len(whole) + 3):
+        ids = prompts.encode("Zürich, Genève", tokenizer, limit)
+        assert len(ids) <= limit and ids[:template] == whole[:template]
+        assert len(ids) >= min(limit, len(whole)) - 3  # no character is cut in two
+    assert ids == whole == prompts.encode("Zürich, Genève", tokenizer, None)
+    with pytest.raises(UsageError, match=f"--prefix {template - 1}"):
+        prompts.encode("hello", tokenizer, template - 1)
+
+
+def test_a_sweep_is_a_domain_a_cell(models):
+    """Prefixes and lengths are told apart in every table; where only one is asked for, its domain is as ever."""
+    tokenizer, own = load_tokenizer(models[0]), [Prompt("maths", "1 + 1 = what?"), Prompt("chat", "hi")]
+    swept = prompts.questions(own, tokenizer, [10, 99], [5, 7])
+    cells = [f"prefix {prefix}, {length} new" for prefix in (10, 99) for length in (5, 7)]
+    assert [question.domain for question in swept] == [f"{kind}, {cell}" for cell in cells for kind in ("maths", "chat")]
+    assert [question.max_new_tokens for question in swept] == [5, 5, 7, 7] * 2
+    assert [len(question.prompt_ids) <= 10 for question in swept[::2]] == [True, True, False, False]
+    assert [question.domain for question in prompts.questions(own, tokenizer, [10], [5])] == ["maths", "chat"]
+    assert prompts.questions(own, tokenizer, [], [5])[0].prompt_ids == tokenizer.encode_chat("1 + 1 = what?")
 
 
 # Times
@@ -209,7 +235,7 @@ def test_audit_counts_equal_texts_once_and_bounds_gaps(decoder):
     records = [a_record("ar"), a_record("dflash"), a_record("cast N=3"), a_record("ar", repeat=1)]
     for record, tokens in zip(records, (answer, answer, other, answer)):
         record.output.token_ids = tokens
-    found = audit.Audit.of(decoder.target, records, [[1]])
+    found = audit.Audit.of(decoder.target, records, [Question("d", [1], 6)])
     assert (found.answers, found.tokens, found.bound, found.dtype) == (2, 12, 1e-3, "float32")
     (slip,) = found.slips
     assert (slip.arms, slip.departure.position, slip.departure.got) == (["cast N=3"], 5, other[-1])
@@ -256,9 +282,8 @@ def test_journal_survives_a_cut_anywhere(tmp_path):
 
 def test_killed_run_goes_on(decoder, tmp_path, monkeypatch):
     """Finished prompts are not measured again; the order of methods does not depend on the interruption."""
-    prompts = [Prompt("a", ""), Prompt("a", ""), Prompt("b", "")]
-    prompt_ids = [[1, 2], [3], [4, 5, 6]]
-    options = {"max_new_tokens": 3}
+    asked = [Question("a", [1, 2], 3), Question("a", [3], 3), Question("b", [4, 5, 6], 4)]
+    plan = Plan(ARMS, asked, repeats=2, seed=0, options={})
     order = []
     measure = bench.measure
 
@@ -272,19 +297,20 @@ def test_killed_run_goes_on(decoder, tmp_path, monkeypatch):
 
     def run(path):
         journal = Journal(path, {})
-        bench.run_prompts(decoder, ARMS, prompts, prompt_ids, 2, 0, options, journal)
+        bench.run_plan(decoder, plan, journal)
         return journal.records
 
     killed_at = None
     records = run(tmp_path / "whole")
     whole, order[:] = list(order), []
     assert [(r.repeat, r.prompt, r.domain) for r in records[:: len(ARMS)]] == [
-        (repeat, index, prompt.domain) for repeat in range(2) for index, prompt in enumerate(prompts)
+        (repeat, index, question.domain) for repeat in range(2) for index, question in enumerate(asked)
     ]
     assert len({tuple(arm for arm, _ in whole[i : i + 3]) for i in range(0, 18, 3)}) > 1  # orders differ
     killed_at = 8  # in the third group
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "killed")
+    assert {len(r.output.token_ids) for r in records if r.domain == "b"} == {4}
     order[:], killed_at = [], None
     resumed = run(tmp_path / "killed")
     assert order == whole[6:]
@@ -472,12 +498,27 @@ def test_program_probes_as_the_paper_does(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(probe, "PAPER_REPEATS", 1)
     out = tmp_path / "probed.json"
     assert bench.main([*flags, "--methods", "ar", "--probe-full", "--out", str(out)]) == 0
-    probed = json.loads(out.read_text())["probe"]
+    probed = json.loads(out.read_text())["probes"][0]
     assert probed["packed"] == [1, 16, 24, 32, 48, 64, 96, 128] and min(probed["milliseconds"]) > 0
     fit = f"{probed['intercept']:.2f} + {probed['slope']:.4f} n ms"
     assert fit in out.with_suffix(".md").read_text() and probed["decision"] is None
     assert bench.main([*flags, "--methods", "ar", "--out", str(out)]) == 0
-    assert json.loads(out.read_text())["probe"] is None and "fit from" not in out.with_suffix(".md").read_text()
+    assert json.loads(out.read_text())["probes"] == [] and "fit from" not in out.with_suffix(".md").read_text()
+
+
+def test_program_sweeps_prefixes_and_lengths(flags, tmp_path, monkeypatch):
+    """One table, a row a cell; the probe asks at the same prefixes."""
+    monkeypatch.setattr(probe, "PAPER_WARM_UPS", 0)
+    monkeypatch.setattr(probe, "PAPER_REPEATS", 1)
+    out = tmp_path / "cells.json"
+    swept = ["--max-new-tokens", "3,6", "--prefix", "8,99", "--methods", "ar,cast", "--probe-full"]
+    assert bench.main([*flags, "--prompts", str(tmp_path / "chat.jsonl"), *swept, "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    cells = [f"chat, prefix {prefix}, {length} new" for prefix in (8, 99) for length in (3, 6)]
+    assert list(dict.fromkeys(row["domain"] for row in report["rows"])) == [*cells, MEAN]
+    assert [record["output"]["tokens"] for record in report["records"]] == [3, 3, 6, 6] * 2
+    assert [probed["prefix"] for probed in report["probes"]] == [8, 99]
+    assert "cut to at most 8, 99 tokens; they have 8 to" in out.with_suffix(".md").read_text()
 
 
 def test_program_audits(flags, tmp_path, monkeypatch, capsys):
@@ -512,6 +553,7 @@ def test_program_fails_on_a_real_departure(flags, monkeypatch, capsys):
     [
         ("--width", "0"), ("--width", "128"), ("--widths", "3,3"), ("--widths", "3,wide"), ("--limit", "0"),
         ("--methods", "ar,beam"), ("--methods", "ar,ar"), ("--verifier", "theirs"),
+        ("--max-new-tokens", "1"), ("--max-new-tokens", "8,8"), ("--prefix", "0"), ("--prefix", "a"),
     ],
 )
 def test_program_refuses_bad_flags(flag, value, capsys):
