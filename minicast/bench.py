@@ -25,16 +25,18 @@ import torch
 from tqdm import tqdm
 
 from minicast.audit import Audit, first_departure, is_failure
-from minicast.command import DTYPES, Choice, Placement, at_least, guarded
+from minicast.command import DTYPES, Placement, at_least, guarded
 from minicast.decode import Decoder, Options, Output
 from minicast.figures import Record, located, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
 from minicast.probe import PAPER_PREFIX, Deployment
-from minicast.prompts import PROMPTS, Question, questions, read_prompts
+from minicast.prompts import Question
 from minicast.report import Report, commit, environment, write_atomically
+from minicast.subject import HEAD, PREFIX, Subject
 from minicast.width import MAX_WIDTH
 from model.errors import UsageError
+from model.random_weights import SHAPES
 
 WARM_UP_TOKENS = 16
 SAMPLING = ("temperature", "top_k", "top_p", "seed")
@@ -221,7 +223,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         return parse
 
     parser = argparse.ArgumentParser(prog="python -m minicast.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", nargs="+", type=Path, default=[PROMPTS], metavar="FILE",
+    parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE",
                         help="JSONL with prompt, question, text, problem or turns; a line's domain is its "
                         "own, else the file's name; default: a small set of our own")
     parser.add_argument("--limit", type=at_least(1), metavar="K", help="only a domain's first K prompts")
@@ -244,6 +246,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="directory, hub id or known name")
     parser.add_argument("--draft-model", help="likewise; default: the head known for the target")
     parser.add_argument("--draft-vocabulary", type=at_least(1), metavar="V", help="tokens the head scores; default: all")
+    parser.add_argument("--random-weights", choices=(*SHAPES, HEAD), metavar="NAME",
+                        help=f"a model of this shape, prompts of --prefix random ids (default: {PREFIX}): "
+                        f"{', '.join(SHAPES)}; or {HEAD}: the model as it is, its head of random weights")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
     parser.add_argument("--attention", help="sdpa, static or flex; default: what the device runs best")
@@ -280,20 +285,18 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     ]
     placement = Placement.choose(arguments.device, arguments.dtype)
     drafts = arguments.methods != ["ar"] or arguments.probe_full
-    choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
-    tokenizer = choice.tokenizer()
-    prompts = read_prompts(arguments.prompts, arguments.limit)
-    asked = questions(prompts, tokenizer, arguments.prefix, arguments.max_new_tokens)
-    options["stop_ids"] = tokenizer.stop_ids
-    plan = Plan(arms, asked, arguments.repeats, arguments.seed, options)
+    subject = Subject.of(arguments, placement, drafts)
+    options["stop_ids"] = subject.stop_ids
+    plan = Plan(arms, subject.questions, arguments.repeats, arguments.seed, options)
     settings = {
-        "weights": choice.source(),
+        "weights": subject.source,
         "draft_vocabulary": arguments.draft_vocabulary,
         "placement": str(placement),
         "attention": arguments.attention,
         "eager": arguments.eager,
         "arms": [str(arm) for arm in arms],
-        "prompts": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in arguments.prompts},
+        "prompts": [file.name for file in arguments.prompts or []],
+        "questions": hashlib.sha256(repr(subject.questions).encode()).hexdigest(),
         "limit": arguments.limit,
         "prefix": arguments.prefix,
         "max_new_tokens": arguments.max_new_tokens,
@@ -305,10 +308,10 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     }
     journal = Journal(arguments.out and arguments.out.with_suffix(".journal.jsonl"), settings)
 
-    target, draft = choice.load(placement, arguments.draft_vocabulary)
+    target, draft = subject.load(placement)
     compile = False if arguments.eager else None
     decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
-    warm_up(decoder, arms, asked[0].prompt_ids, plan.asked(0))
+    warm_up(decoder, arms, subject.questions[0].prompt_ids, plan.asked(0))
     deployment = Deployment(decoder) if arguments.probe_full else None
     probes = [deployment.full_probe(prefix) for prefix in arguments.prefix or [PAPER_PREFIX]] if deployment else []
     before = measure_floor(target)
@@ -317,11 +320,12 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         decoder,
         plan,
         journal.records,
+        remark=subject.remark,
         settings=settings,
-        environment=environment(placement, choice.source(), command, settings["commit"]),
+        environment=environment(placement, subject.source, command, settings["commit"]),
         floor=min(before, measure_floor(target), key=lambda floor: floor.ms),
         probes=probes,
-        audit=Audit.of(target, journal.records, asked) if arguments.audit else None,
+        audit=Audit.of(target, journal.records, subject.questions) if arguments.audit else None,
     )
     print(report.to_markdown(), end="")
     if arguments.out:

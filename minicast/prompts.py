@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from model.errors import UsageError, UserError
 from model.tokenizer import Tokenizer
 
@@ -106,3 +108,20 @@ def encode(text: str, tokenizer: Tokenizer, limit: int | None) -> list[int]:
         kept = kept[: limit - len(ids)]
         ids = tokenizer.encode_chat(tokenizer.decode(kept))
     return ids
+
+
+def random_questions(
+    vocab_size: int, count: int, prefixes: Sequence[int], lengths: Sequence[int], seed: int
+) -> list[Question]:
+    """`count` prompts of random ids for each prefix and length, for a model without a tokenizer."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Question(
+            name("random", prefix, length, prefixes, lengths),
+            torch.randint(vocab_size, (prefix,), generator=generator).tolist(),
+            length,
+        )
+        for prefix in prefixes
+        for length in lengths
+        for _ in range(count)
+    ]

@@ -28,6 +28,7 @@ class Report:
     """All that a run found.
 
     Attributes:
+        remark: what a reader has to know before any figure
         settings: what decides the records
         environment: what they were measured on, and how to measure them again
         ar_over_floor: an AR step over the streaming floor; None without "ar"
@@ -39,6 +40,7 @@ class Report:
         failures: departures that rounding does not explain, for people
     """
 
+    remark: str | None
     settings: dict
     environment: dict
     floor: Floor
@@ -61,7 +63,8 @@ class Report:
         return json.dumps(values, indent=1).removesuffix("\n}") + f',\n "records": [\n  {records}\n ]\n}}\n'
 
     def to_markdown(self) -> str:
-        lines = [*table(self.rows), ""]
+        lines = [f"**{self.remark}**", ""] if self.remark else []
+        lines += [*table(self.rows), ""]
         if self.predictions:
             lines += [*prediction_table(self.predictions), ""]
         for probe in self.probes:
@@ -101,10 +104,9 @@ class Report:
 
     def text_lines(self) -> Iterator[str]:
         """What was asked, how tokens were chosen, and whether all arms gave the same."""
-        if self.settings["prefix"]:
-            counts = [record.prompt_tokens for record in self.records]
-            prefixes = ", ".join(map(str, self.settings["prefix"]))
-            yield f"prompts cut to at most {prefixes} tokens; they have {min(counts)} to {max(counts)}"
+        counts = [record.prompt_tokens for record in self.records]
+        limits = ", ".join(map(str, self.settings["prefix"]))
+        yield f"prompts of {min(counts)} to {max(counts)} tokens" + (f", cut to at most {limits}" if limits else "")
         options, (reference, *others) = self.settings["options"], self.settings["arms"]
         if options["temperature"] > 0:
             limits = "".join(f", {name} {options[name]}" for name in ("top_k", "top_p") if options[name])

@@ -74,10 +74,22 @@ def random_pair(name: str, dtype: torch.dtype, device, seed: int = 0) -> tuple[T
     target, draft = (randomise(model, dtype, device, generator) for model in models)
     if shape.target.tied:
         target.lm_head.weight = nn.Parameter(target.embed_tokens.weight, requires_grad=False)
-    for module in (*target.modules(), *draft.modules()):
+    return ready(target), ready(draft)
+
+
+def random_head(config: DraftConfig, dtype: torch.dtype, device, seed: int = 0) -> DraftHead:
+    """A head of that shape that knows nothing, for a target of one's own."""
+    with torch.device("meta"):
+        draft = DraftHead(config)
+    return ready(randomise(draft, dtype, device, torch.Generator(device).manual_seed(seed)))
+
+
+def ready(model: nn.Module) -> nn.Module:
+    """Its linear layers laid out as a loaded model's are."""
+    for module in model.modules():
         if isinstance(module, Linear):
             module.pack()
-    return target.eval(), draft.eval()
+    return model.eval()
 
 
 def randomise(model: nn.Module, dtype: torch.dtype, device, generator: torch.Generator) -> nn.Module:

@@ -12,9 +12,11 @@ import torch
 
 from minicast import audit, bench, decode, figures, machine, probe, prompts, round
 from minicast.bench import Arm, Journal, Plan
+from minicast.command import Choice
 from minicast.decode import Decoder, Output
 from minicast.figures import MEAN, Departure, Estimate, Record
 from minicast.prompts import Prompt, Question
+from minicast.subject import load_random_head
 from model import load_draft, load_target, load_tokenizer
 from model.errors import UsageError, UserError
 from test_run import write_byte_tokenizer
@@ -518,7 +520,42 @@ def test_program_sweeps_prefixes_and_lengths(flags, tmp_path, monkeypatch):
     assert list(dict.fromkeys(row["domain"] for row in report["rows"])) == [*cells, MEAN]
     assert [record["output"]["tokens"] for record in report["records"]] == [3, 3, 6, 6] * 2
     assert [probed["prefix"] for probed in report["probes"]] == [8, 99]
-    assert "cut to at most 8, 99 tokens; they have 8 to" in out.with_suffix(".md").read_text()
+    assert ", cut to at most 8, 99\n" in out.with_suffix(".md").read_text()
+
+
+def test_program_measures_random_weights(tmp_path, monkeypatch, capsys):
+    """A shape without a checkpoint: prompts of random ids, and the table and the JSON say what it is."""
+    monkeypatch.setattr(probe, "PAPER_WARM_UPS", 0)
+    monkeypatch.setattr(probe, "PAPER_REPEATS", 1)
+    out, tiny = tmp_path / "shape.json", ["--random-weights", "tiny"]
+    some = [*tiny, "--prefix", "40", "--max-new-tokens", "5", "--limit", "2", "--audit", "--probe-full"]
+    assert bench.main([*some, "--out", str(out)]) == 0
+    report, text = json.loads(out.read_text()), out.with_suffix(".md").read_text()
+    assert {row["domain"] for row in report["rows"]} == {"random", MEAN}
+    assert [record["prompt_tokens"] for record in report["records"]] == [40] * 2 * 3
+    assert text.startswith(f"**{report['remark']}**\n") and "R mean nothing" in report["remark"]
+    assert report["environment"]["weights"] == "random weights of the shape tiny"
+    assert report["probes"][0]["prefix"] == 40
+    for wrong, word in (["--prefix", "1024"], "--prefix"), (["--model", "smollm2"], "leave out --model"):
+        capsys.readouterr()
+        assert bench.main([*tiny, *wrong]) == 2 and word in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["--random-weights", "qwen9"])
+    assert "qwen3-8b" in capsys.readouterr().err
+
+
+def test_program_measures_a_random_head(flags, models, tmp_path):
+    """The chosen target with a head of the chosen head's shape: other weights, the target's own texts."""
+    out = tmp_path / "head.json"
+    assert bench.main([*flags, "--random-weights", "head", "--out", str(out)]) == 0
+    report, text = json.loads(out.read_text()), out.with_suffix(".md").read_text()
+    assert "head has random weights" in text and "all texts are equal" in text
+    assert report["environment"]["weights"].endswith(", whose weights are random")
+    real, placement = load_draft(models[1]), bench.Placement.choose("cpu", "float32")
+    target, random_head = load_random_head(Choice(*models, None), placement)
+    assert random_head.config == real.config and random_head.directory is None
+    assert not torch.equal(random_head.norm.weight, real.norm.weight)
+    assert torch.equal(target.norm.weight, load_target(models[0]).norm.weight)
 
 
 def test_program_audits(flags, tmp_path, monkeypatch, capsys):

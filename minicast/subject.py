@@ -1,0 +1,87 @@
+"""What a bench measures: a target, a head and questions; real ones, or such with random weights.
+
+Random weights of a published shape give the latencies of a model whose checkpoint cannot be had. A head of random
+weights beside a real target is the worst there can be. What either commits says nothing of trained ones, so every
+table made with them carries the subject's remark.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from minicast.command import Choice, Placement
+from minicast.prompts import PROMPTS, Question, questions, random_questions, read_prompts
+from model import check_pair, hub
+from model.config import draft_config, read_config
+from model.dflash import DraftHead
+from model.errors import UsageError
+from model.random_weights import SHAPES, random_head, random_pair
+from model.transformer import Target
+
+HEAD = "head"    # in the place of a shape's name: only the head's weights are random
+PREFIX = 1024    # tokens of a random prompt, if not said
+QUESTIONS = 4    # random prompts, if not said
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured, loaded only when it is needed.
+
+    Attributes:
+        source: where the weights come from, for people
+        remark: what a reader of any figure has to know; None: nothing out of the ordinary
+        stop_ids: token ids that end an answer
+        load: on a placement, target and head; the head is None where none is needed
+    """
+
+    source: str
+    remark: str | None
+    questions: list[Question]
+    stop_ids: Sequence[int]
+    load: Callable[[Placement], tuple[Target, DraftHead | None]]
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, placement: Placement, drafts: bool) -> "Subject":
+        """From the flags of `bench`; `drafts`: a head is needed."""
+        if arguments.random_weights and arguments.draft_vocabulary:
+            raise UsageError("random weights have no frequent tokens: leave out --draft-vocabulary")
+        if arguments.random_weights in SHAPES:
+            return cls.of_shape(arguments.random_weights, arguments)
+        only_head = arguments.random_weights == HEAD
+        choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts or only_head)
+        tokenizer, prompts = choice.tokenizer(), read_prompts(arguments.prompts or [PROMPTS], arguments.limit)
+        asked = questions(prompts, tokenizer, arguments.prefix, arguments.max_new_tokens)
+        if not only_head:
+            load = partial(choice.load, vocabulary=arguments.draft_vocabulary)
+            return cls(choice.source(), None, asked, tokenizer.stop_ids, load)
+        source = f"{choice.source()}, whose weights are random"
+        remark = "The head has random weights: R is the least that any head commits, and times are those of a real one."
+        return cls(source, remark, asked, tokenizer.stop_ids, partial(load_random_head, choice))
+
+    @classmethod
+    def of_shape(cls, name: str, arguments: argparse.Namespace) -> "Subject":
+        """A whole pair of random weights. It has no tokenizer, so prompts are random ids."""
+        for flag in ("prompts", "model", "draft_model"):
+            if getattr(arguments, flag):
+                dashed = flag.replace("_", "-")
+                raise UsageError(f"--random-weights {name} is a model and its prompts: leave out --{dashed}")
+        config, prefixes, lengths = SHAPES[name].target, arguments.prefix or [PREFIX], arguments.max_new_tokens
+        longest = max(prefixes) + max(lengths)
+        if longest > config.context:
+            context = f"the {config.context} of {name}: choose a smaller --prefix or --max-new-tokens"
+            raise UsageError(f"prompt and answer of {longest} tokens exceed {context}")
+        count = arguments.limit or QUESTIONS
+        asked = random_questions(config.vocab_size, count, prefixes, lengths, arguments.seed)
+        source = f"random weights of the shape {name}"
+        remark = f"Weights and prompts are random, the shape is that of {name}: times are real, texts and R mean nothing."
+        return cls(source, remark, asked, (), lambda place: random_pair(name, place.dtype, place.device))
+
+
+def load_random_head(choice: Choice, placement: Placement) -> tuple[Target, DraftHead]:
+    """The target, and a head that has only the chosen one's shape."""
+    directory = hub.resolve(choice.draft, "draft")
+    config = draft_config(read_config(directory), directory)
+    target, _ = replace(choice, draft=None).load(placement)
+    check_pair(config, target.config)
+    return target, random_head(config, placement.dtype, placement.device)
