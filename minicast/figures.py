@@ -11,6 +11,7 @@ It is arithmetic on records: it decodes nothing and reads no clock.
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ class Row:
         round_ms: decoding time over rounds
         break_even: R at which a round would only just pay: its time in AR steps
         speedup, wall_speedup: AR's ms a token over this one's, by either time
-        prompt_speedup: the mean of the prompts' speedups
+        prompt_speedup, wall_prompt_speedup: the mean of the prompts' speedups, by either time
         gain, prompt_gain: DFlash's ms a token over this one's, less 1
         R_difference: the mean over prompts of R less DFlash's
     """
@@ -100,6 +101,7 @@ class Row:
     speedup: float | None = None
     wall_speedup: float | None = None
     prompt_speedup: Estimate | None = None
+    wall_prompt_speedup: Estimate | None = None
     gain: float | None = None
     prompt_gain: Estimate | None = None
     R_difference: Estimate | None = None
@@ -164,6 +166,7 @@ def _row(domain: str, arm: str, cells: Cells, seed: int) -> Row:
         speedup=over(ms_per_token(ar), ms_per_token(own)),
         wall_speedup=over(ms_per_token(ar, "wall_seconds"), ms_per_token(own, "wall_seconds")),
         prompt_speedup=bootstrap([prompt_ratios(ar, own)], seed),
+        wall_prompt_speedup=bootstrap([prompt_ratios(ar, own, "wall_seconds")], seed),
         gain=None if gain is None else gain - 1,
         prompt_gain=bootstrap([prompt_ratios(dflash, own) - 1], seed),
         R_difference=bootstrap([committed_differences(dflash, own)], seed),
@@ -188,6 +191,7 @@ def _mean_row(arm: str, rows: Sequence[Row], cells: Cells, seed: int) -> Row:
         speedup=mean("speedup"),
         wall_speedup=mean("wall_speedup"),
         prompt_speedup=bootstrap(prompts(prompt_ratios, "ar"), seed),
+        wall_prompt_speedup=bootstrap(prompts(partial(prompt_ratios, timer="wall_seconds"), "ar"), seed),
         gain=mean("gain"),
         prompt_gain=bootstrap([ratios - 1 for ratios in prompts(prompt_ratios, "dflash")], seed),
         R_difference=bootstrap(prompts(committed_differences, "dflash"), seed),
@@ -302,9 +306,11 @@ def per_prompt(figure: Callable[..., float | None], *arms: Sequence[Record]) -> 
     return torch.tensor([value for value in values if value is not None], dtype=torch.float64)
 
 
-def prompt_ratios(reference: Sequence[Record], own: Sequence[Record]) -> Tensor:
+def prompt_ratios(
+    reference: Sequence[Record], own: Sequence[Record], timer: str = "decode_seconds"
+) -> Tensor:
     """(prompts,) float64: each prompt's ms a token by `reference` over that by `own`."""
-    return per_prompt(lambda theirs, ours: over(ms_per_token(theirs), ms_per_token(ours)), reference, own)
+    return per_prompt(lambda *both: over(*(ms_per_token(records, timer) for records in both)), reference, own)
 
 
 def committed_differences(reference: Sequence[Record], own: Sequence[Record]) -> Tensor:
@@ -383,7 +389,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     """Lines of Markdown."""
     heads = (
         "domain", "method", "ms/token", "wall ms/token", "R", "break-even R",
-        "speedup over AR", "by wall time", "mean of prompts", "gain over DFlash", "mean of prompts",
+        "speedup over AR", "mean of prompts", "by wall time", "mean of prompts", "gain over DFlash", "mean of prompts",
         "R - R of DFlash",
     )
     yield from markdown(heads, [
@@ -395,8 +401,9 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             number(row.R),
             number(row.break_even),
             number(row.speedup),
-            number(row.wall_speedup),
             str(row.prompt_speedup or ""),
+            number(row.wall_speedup),
+            str(row.wall_prompt_speedup or ""),
             number(row.gain),
             str(row.prompt_gain or ""),
             str(row.R_difference or ""),

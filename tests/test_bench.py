@@ -402,10 +402,12 @@ def test_bootstrap_keeps_pairs_together():
     for prompt in range(20):
         slow = noise.uniform(1, 100)
         for repeat in range(3):
-            records += [a_record("ar", "d", prompt, repeat, seconds=2 * slow)]
-            records += [a_record("cast", "d", prompt, repeat, seconds=slow)]
-    row = figures.summarise(records, seed=0)[1]
-    assert (row.prompt_speedup.low, row.prompt_speedup.high) == (2, 2)
+            records += [a_record("ar", "d", prompt, repeat, seconds=2 * slow, wall_seconds=3 * slow)]
+            records += [a_record("cast", "d", prompt, repeat, seconds=slow, wall_seconds=2 * slow)]
+    rows = figures.summarise(records, seed=0)
+    for row in (rows[1], rows[-1]):  # the domain, and the mean over domains
+        assert (row.prompt_speedup.low, row.prompt_speedup.high) == (2, 2)
+        assert (row.wall_prompt_speedup.low, row.wall_prompt_speedup.high) == (1.5, 1.5)
     # Independent ratios: the interval is near the normal one, mean ± 1.96 standard errors. The seed is fixed.
     ratios = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 5
     estimate = figures.bootstrap([ratios], seed=0)
@@ -521,6 +523,19 @@ def test_program_sweeps_prefixes_and_lengths(flags, tmp_path, monkeypatch):
     assert [record["output"]["tokens"] for record in report["records"]] == [3, 3, 6, 6] * 2
     assert [probed["prefix"] for probed in report["probes"]] == [8, 99]
     assert ", cut to at most 8, 99\n" in out.with_suffix(".md").read_text()
+
+
+def test_program_shows_auto_beside_ar(flags, tmp_path, capsys):
+    """Never slower than AR is a promise about either timer: both ratios of each domain have an interval."""
+    out = tmp_path / "auto.json"
+    assert bench.main([*flags, "--methods", "ar,cast", "--widths", "auto", "--repeats", "2", "--out", str(out)]) == 0
+    rows = [row for row in json.loads(out.read_text())["rows"] if row["arm"] == "cast N=auto"]
+    assert [row["domain"] for row in rows] == ["math", "chat", MEAN]
+    table = capsys.readouterr().out
+    for row in rows:
+        assert row["speedup"] > 0 and row["wall_speedup"] > 0
+        for name in ("prompt_speedup", "wall_prompt_speedup"):
+            assert f"| {Estimate(**row[name])} |" in table
 
 
 def test_program_measures_random_weights(tmp_path, monkeypatch, capsys):
