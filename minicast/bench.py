@@ -182,6 +182,7 @@ def conclude(decoder: Decoder, plan: Plan, records: list[Record], **measured) ->
     audit = measured["audit"]
     rows = summarise(records, plan.seed)
     return Report(
+        depth=decoder.state.depth,
         ar_over_floor=round_ms(autoregressive) / measured["floor"].ms if autoregressive else None,
         outside_share={
             str(arm): measure_share(decoder, first, method=arm.method, width=arm.width, **plan.asked(0)).outside

@@ -412,6 +412,29 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     ])
 
 
+def shape_table(rows: Sequence[Row], depth: int) -> Iterator[str]:
+    """Lines of Markdown: what shape alone gains, N = L nodes as a tree or as a chain (paper, Table 9).
+
+    depth: L; no lines where the run lacks one of the two.
+    """
+    arms = {(row.domain, row.arm): row for row in rows}
+    found = [(row, arms.get((row.domain, "dflash"))) for row in rows if row.arm == f"cast N={depth}"]
+    if not found or None in (chain for _, chain in found):
+        return
+    yield from markdown(
+        ("domain", f"{depth + 1} packed rows", "R of DFlash", "R", "ms/token of DFlash", "ms/token", "shape gain",
+         "mean of prompts"),
+        [
+            [
+                tree.domain, tree.arm, number(chain.R), number(tree.R), number(chain.ms_per_token),
+                number(tree.ms_per_token), number(tree.gain), str(tree.prompt_gain or ""),
+            ]
+            for tree, chain in found
+        ],
+    )
+    yield ""
+
+
 def prediction_table(predictions: Sequence[Prediction]) -> Iterator[str]:
     """Lines of Markdown."""
     heads = (

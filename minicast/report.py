@@ -17,7 +17,8 @@ import torch
 from minicast.audit import Audit
 from minicast.command import Placement
 from minicast.figures import (
-    Prediction, Record, Row, difference_lines, located, prediction_table, summary, table,
+    Prediction, Record, Row, difference_lines, located, prediction_table, shape_table, summary,
+    table,
 )
 from minicast.machine import Floor, cpu_name
 from minicast.probe import FullProbe
@@ -28,6 +29,7 @@ class Report:
     """All that a run found.
 
     Attributes:
+        depth: L of the head; 0 without one
         remark: what a reader has to know before any figure
         settings: what decides the records
         environment: what they were measured on, and how to measure them again
@@ -40,6 +42,7 @@ class Report:
         failures: departures that rounding does not explain, for people
     """
 
+    depth: int
     remark: str | None
     settings: dict
     environment: dict
@@ -64,7 +67,7 @@ class Report:
 
     def to_markdown(self) -> str:
         lines = [f"**{self.remark}**", ""] if self.remark else []
-        lines += [*table(self.rows), ""]
+        lines += [*table(self.rows), "", *shape_table(self.rows, self.depth)]
         if self.predictions:
             lines += [*prediction_table(self.predictions), ""]
         for probe in self.probes:

@@ -361,6 +361,21 @@ def test_lengths_are_compared_prompt_by_prompt():
         assert verdict in next(figures.difference_lines([replace(rows[-1], R_difference=estimate)]))
 
 
+def test_shape_alone_is_compared_at_the_chains_size():
+    """The tree of L nodes beside the chain of L, per domain and in the mean; nothing where one was not run."""
+    records = []
+    for domain, seconds in (("a", 4.0), ("b", 3.0)):
+        records += [a_record("dflash", domain, rounds=3, seconds=6.0), a_record("cast N=3", domain, seconds=1.0)]
+        records += [a_record("cast N=7", domain, rounds=2, seconds=seconds)]
+    rows = figures.summarise(records, seed=0)
+    lines = list(figures.shape_table(rows, depth=7))
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:-1]]
+    assert cells[0] == ["a", "cast N=7", "1.00", "1.50", "1500.00", "1000.00", "0.50", "0.50 [0.50, 0.50]"]
+    assert [row[0] for row in cells] == ["a", "b", MEAN] and cells[2][6] == "0.75" and "8 packed rows" in lines[0]
+    assert list(figures.shape_table(rows, depth=15)) == []
+    assert list(figures.shape_table([row for row in rows if row.arm != "dflash"], depth=7)) == []
+
+
 def adaptive(arm, domain, seconds, widths):
     """An answer of four tokens in three rounds of these widths."""
     record = a_record(arm, domain, seconds=seconds)
@@ -489,7 +504,7 @@ def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys)
         output = record["output"]
         assert output["tokens"] == 6 and ("widths" in output) == record["arm"].endswith(("auto", "round"))
         assert not {"token_ids", "round_lengths"} & set(output)
-    assert "R of cast N=7 less R of dflash" in markdown
+    assert "R of cast N=7 less R of dflash" in markdown and "| 8 packed rows |" in markdown
     stochastic = ["--temperature", "1", "--verifier", "stochastic", "--methods", "dflash,cast"]
     assert bench.main([*one, *stochastic]) == 0
     assert "texts are not compared" in capsys.readouterr().out
