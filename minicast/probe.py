@@ -21,6 +21,7 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
+from minicast.curve import MassCurve
 from minicast.decode import Decoder, Options
 from minicast.machine import processor
 from minicast.round import BUCKETS, MAX_ROWS, Request
@@ -231,59 +232,6 @@ class FullProbe:
 
 
 # Masses
-
-@dataclass
-class MassCurve:
-    """Mean prefix masses of a target/draft pair's rounds.
-
-    Attributes:
-        masses: (MAX_WIDTH,) by rank, best first; chain_masses: (L,) of the top-1 prefix by depth
-        accepted, chain_accepted: likewise, in what share of the rounds the target took that candidate; empty:
-            not known
-        rounds: how many they are means of
-    """
-
-    masses: list[float]
-    chain_masses: list[float]
-    accepted: list[float]
-    chain_accepted: list[float]
-    rounds: int = 0
-
-    @classmethod
-    def empty(cls, depth: int) -> "MassCurve":
-        return cls([0.0] * MAX_WIDTH, [0.0] * depth, [], [])
-
-    @classmethod
-    def read(cls, path: Path, depth: int) -> "MassCurve":
-        """From a JSON object with these names; it may lack what was accepted. ValueError if it is none."""
-        values = {"accepted": [], "chain_accepted": []} | json.loads(path.read_text(encoding="utf-8"))
-        try:
-            names = ("masses", "chain_masses", "accepted", "chain_accepted")
-            curve = cls(*([float(share) for share in values[name]] for name in names))
-            curve.rounds = int(values["rounds"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{error} is missing or of another kind") from error
-        if len(curve.masses) > MAX_WIDTH or len(curve.chain_masses) != depth:
-            raise ValueError(f"it is of a block of {len(curve.chain_masses) + 1}, the head's is {depth + 1}")
-        if curve.accepted and len(curve.accepted) != len(curve.masses):
-            raise ValueError(f"it has {len(curve.masses)} masses and {len(curve.accepted)} shares accepted")
-        shares = curve.masses + curve.chain_masses + curve.accepted + curve.chain_accepted
-        if not all(0 <= share <= 1 for share in shares):
-            raise ValueError("masses and shares lie between 0 and 1")
-        return curve
-
-    def add(self, tree: Tree) -> None:
-        """One more round, by its widest tree. The best node of a depth is the chain's."""
-        masses, depths = tree.log_mass.exp().tolist(), tree.depths.tolist()
-        by_depth: dict[int, float] = {}
-        for mass, depth in zip(masses, depths):
-            by_depth.setdefault(depth, mass)
-        self.rounds += 1
-        for rank, mean in enumerate(self.masses):
-            self.masses[rank] += ((masses[rank] if rank < len(masses) else 0.0) - mean) / self.rounds
-        for index, mean in enumerate(self.chain_masses):
-            self.chain_masses[index] += (by_depth.get(index + 1, 0.0) - mean) / self.rounds
-
 
 def curve_of(decoder: Decoder) -> tuple[MassCurve, Path]:
     """The pair's curve and its file: the one beside the head, or else the one learned so far."""

@@ -34,6 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minicast.command import DTYPES, Choice, Placement, at_least, guarded
+from minicast.curve import MassCurve
 from minicast.prompts import PROMPTS, read_prompts
 from minicast.report import commit, write_atomically
 from minicast.tree import Tree, ranked_tree, top_ranked
@@ -490,40 +491,12 @@ def reliability(answers: Sequence[Replayable], bins: int = 10) -> list[Bin]:
     ]
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The mass curve of a target/draft pair, as the width rule reads it.
-
-    Attributes:
-        masses: MAX_WIDTH means, best first; 1 plus their sum up to N is the R that N promises
-        chain_masses: L means, of the top-1 prefixes
-        accepted, chain_accepted: the shares of rounds in which these candidates were taken, which well
-            calibrated masses would equal
-        rounds: how many the masses are means of
-        depth: L
-        rank_cap: K
-        target, draft: names of the pair
-    """
-
-    masses: list[float]
-    chain_masses: list[float]
-    accepted: list[float]
-    chain_accepted: list[float]
-    rounds: int
-    depth: int
-    rank_cap: int
-    target: str
-    draft: str
-
-    @classmethod
-    def of(cls, finding: Finding, target: str, draft: str) -> "Curve":
-        rounds = finding.tree.rounds[finding.tree.widths.index(CURVE_WIDTH)]
-        means = [finding.masses, finding.chain_masses, finding.accepted, finding.chain_accepted]
-        rounded = [[float(f"{mean:.5g}") for mean in each] for each in means]
-        return cls(*rounded, rounds, len(finding.chain_masses), RANK_CAP, target, draft)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
+def mass_curve(finding: Finding, target: str, draft: str) -> MassCurve:
+    """What the width rule reads of a finding; target, draft: names of the pair."""
+    means = (finding.masses, finding.chain_masses, finding.accepted, finding.chain_accepted)
+    rounded = [[float(f"{mean:.5g}") for mean in each] for each in means]
+    rounds = finding.tree.rounds[finding.tree.widths.index(CURVE_WIDTH)]
+    return MassCurve(*rounded, rounds, target, draft, RANK_CAP)
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
@@ -577,7 +550,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         domains[answer.recording.domain].append(answer)
     findings = [analyse(group, domain) for domain, group in domains.items()]
     findings.append(analyse(answers))
-    curve = Curve.of(findings[-1], settings["target"], settings["draft"])
+    curve = mass_curve(findings[-1], settings["target"], settings["draft"])
 
     report = {
         "command": shlex.join(["python", "-m", "minicast.replay", *command]),
@@ -590,7 +563,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     write_atomically(arguments.out / "analysis.json", json.dumps(report) + "\n")
     for path in (arguments.out / "curve.json", arguments.curve):
         if path:
-            write_atomically(path, curve.to_json())
+            write_atomically(path, json.dumps(asdict(curve)) + "\n")
     print("\n".join(table(findings)))
     if curve.rounds < CURVE_ROUNDS:
         print(f"replay: the mass curve rests on {curve.rounds} rounds, the paper's on {CURVE_ROUNDS}: "

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from minicast import probe
+from minicast.curve import MassCurve
 from minicast.decode import Decoder
+from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, interleaved
 from minicast.round import BUCKETS
-from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, MassCurve, interleaved
 from minicast.tree import best_first_tree, chain_tree
 from minicast.width import MAX_WIDTH, AutoWidth, CostModel, FixedWidth, RoundWidth, stopping_width
 from model.errors import UsageError, UserError
@@ -216,6 +217,13 @@ def test_a_wrong_shipped_curve_is_named(target, draft, changes):
     ship(draft, **changes)
     with pytest.raises(UserError, match="curve.json.*delete it"):
         Decoder(target, draft).generate(prompt_of(5))
+
+
+def test_a_shipped_file_of_another_kind_is_named(target, draft):
+    for text in ("[]", "{", "7"):
+        (draft.directory / "curve.json").write_text(text)
+        with pytest.raises(UserError, match="curve.json.*delete it"):
+            Deployment(Decoder(target, draft))
 
 
 def test_a_curve_is_learned_kept_and_used(target, draft, table):

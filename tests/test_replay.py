@@ -6,11 +6,13 @@ compared exactly; seeds are fixed, so there are no false alarms.
 
 import json
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from minicast import replay
+from minicast.curve import MassCurve
 from minicast.decode import Decoder
 from minicast.replay import Drafts, Recording, Replayable, Shape, Step, needed
 from minicast.tree import best_first_tree, chain_tree
@@ -221,10 +223,10 @@ def test_promises_are_means_of_masses(answers):
     assert finding.accepted == pytest.approx((taken / len(sums)).tolist())
     held, R = 1 + sum(finding.accepted[: replay.CURVE_WIDTH]), finding.tree.R[place]
     assert R <= held <= R + len(answers) / len(sums)  # an answer's last round is cut by a token at most
-    curve = json.loads(replay.Curve.of(finding, "a", "b").to_json())
-    assert (curve["rounds"], curve["depth"], curve["rank_cap"]) == (len(sums), DEPTH, 8)
-    assert curve["masses"] == pytest.approx(finding.masses, rel=1e-4)
-    assert len(curve["chain_masses"]) == len(curve["chain_accepted"]) == DEPTH
+    curve = replay.mass_curve(finding, "a", "b")
+    assert (curve.rounds, curve.target, curve.draft, curve.rank_cap) == (len(sums), "a", "b", 8)
+    assert curve.masses == pytest.approx(finding.masses, rel=1e-4)
+    assert len(curve.chain_masses) == len(curve.chain_accepted) == DEPTH
 
 
 def test_every_rank_is_every_rank(answers):
@@ -278,6 +280,8 @@ def test_records_goes_on_and_analyses(command, tmp_path, monkeypatch, capsys):
     report, curve = [json.loads((out / name).read_text()) for name in ("analysis.json", "curve.json")]
     assert [finding["domain"] for finding in report["findings"]] == ["maths", "all"]
     assert curve == json.loads(curve_copy.read_text())
+    read = MassCurve.read(out / "curve.json", DEPTH)  # as the width rule does
+    assert asdict(read) == curve and read.draft == str(tmp_path / "draft")
     assert len(curve["masses"]) == 127 and curve["rounds"] == report["findings"][-1]["tree"]["rounds"][14]
 
     target = load_target(str(tmp_path / "target"))

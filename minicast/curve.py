@@ -1,0 +1,73 @@
+"""The mass curve of a target/draft pair: what its candidates weigh, best first (paper, §3.3).
+
+`replay` records it, beside a head it lies as curve.json, `probe` reads it or else learns it from the rounds it
+decodes, `width` decides by it. One format for all of them: a JSON object with the fields of `MassCurve`.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from minicast.tree import Tree
+from minicast.width import MAX_WIDTH
+
+PROVENANCE = ("target", "draft", "rank_cap")
+
+
+@dataclass
+class MassCurve:
+    """Mean prefix masses of a target/draft pair's rounds.
+
+    Attributes:
+        masses: (MAX_WIDTH,) by rank, best first; chain_masses: (L,) of the top-1 prefix by depth
+        accepted, chain_accepted: likewise, in what share of the rounds the target took that candidate; empty:
+            not known
+        rounds: how many they are means of
+        target, draft, rank_cap: what replay recorded them with, for people; not known where they were learned
+    """
+
+    masses: list[float]
+    chain_masses: list[float]
+    accepted: list[float]
+    chain_accepted: list[float]
+    rounds: int = 0
+    target: str | None = None
+    draft: str | None = None
+    rank_cap: int | None = None
+
+    @classmethod
+    def empty(cls, depth: int) -> "MassCurve":
+        return cls([0.0] * MAX_WIDTH, [0.0] * depth, [], [])
+
+    @classmethod
+    def read(cls, path: Path, depth: int) -> "MassCurve":
+        """From a JSON object with these names; it may lack what was accepted. ValueError if it is none."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            values = {"accepted": [], "chain_accepted": []} | values
+            names = ("masses", "chain_masses", "accepted", "chain_accepted")
+            curve = cls(*([float(share) for share in values[name]] for name in names))
+            curve.rounds = int(values["rounds"])
+            curve.target, curve.draft, curve.rank_cap = (values.get(name) for name in PROVENANCE)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{error} is missing or of another kind") from error
+        if len(curve.masses) > MAX_WIDTH or len(curve.chain_masses) != depth:
+            raise ValueError(f"it is of a block of {len(curve.chain_masses) + 1}, the head's is {depth + 1}")
+        if curve.accepted and len(curve.accepted) != len(curve.masses):
+            raise ValueError(f"it has {len(curve.masses)} masses and {len(curve.accepted)} shares accepted")
+        shares = curve.masses + curve.chain_masses + curve.accepted + curve.chain_accepted
+        if not all(0 <= share <= 1 for share in shares):
+            raise ValueError("masses and shares lie between 0 and 1")
+        return curve
+
+    def add(self, tree: Tree) -> None:
+        """One more round, by its widest tree. The best node of a depth is the chain's."""
+        masses, depths = tree.log_mass.exp().tolist(), tree.depths.tolist()
+        by_depth: dict[int, float] = {}
+        for mass, depth in zip(masses, depths):
+            by_depth.setdefault(depth, mass)
+        self.rounds += 1
+        for rank, mean in enumerate(self.masses):
+            self.masses[rank] += ((masses[rank] if rank < len(masses) else 0.0) - mean) / self.rounds
+        for index, mean in enumerate(self.chain_masses):
+            self.chain_masses[index] += (by_depth.get(index + 1, 0.0) - mean) / self.rounds
