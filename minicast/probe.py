@@ -13,10 +13,12 @@ Which width follows is decided in `width`. Only imported where a width is to be 
 import hashlib
 import json
 import os
+import time
+import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 from tqdm import tqdm
@@ -40,6 +42,8 @@ ASKED_FIRST = 16     # up to here always; beyond, only while the rule still adds
 PROPOSED = (1, MAX_WIDTH)  # widths at which proposing is timed
 BEHIND = 2           # positions the drafter has to catch up with before a draft: about what a round commits
 WARM_UPS, REPEATS, LEAST_REPEATS = 2, 7, 3
+SPREAD, WORKED = 1.5, 0.5  # beyond this spread of AR's times, or under this share of a CPU, the probe was disturbed
+DISTURBED = "disturbed by other work on this machine"
 SECONDS = 1.5        # a group of passes is not repeated further beyond this
 PREFIXES = (256, 1024, 4096, 16384, 65536)  # prefix lengths that costs are measured at
 PAPER_PACKED, PAPER_PREFIX = (1, 16, 24, 32, 48, 64, 96, 128), 1024  # of the paper's probe (Table 5)
@@ -57,11 +61,13 @@ class Costs:
     Attributes:
         packed, settle_ms: verify, walk and commit over n packed rows, by n, ascending
         propose_ms: draft, tree and pack at the widths PROPOSED
+        steady: nothing disturbed the measurement, see `Timings`
     """
 
     packed: tuple[int, ...]
     settle_ms: tuple[float, ...]
     propose_ms: tuple[float, float]
+    steady: bool = True
 
     @property
     def draft_ms(self) -> float:
@@ -81,19 +87,44 @@ class Costs:
         return round_times(self.model(static), self.packed[-1] - 1, self.draft_ms, self.overhead_ms)
 
 
+@dataclass(frozen=True)
+class Timings:
+    """What `interleaved` measured.
+
+    Attributes:
+        ms: median milliseconds of each pass
+        spread: the first pass's upper quartile over its lower one
+        worked: share of the time in which this thread ran on a CPU; 1 where it waits for a device
+    """
+
+    ms: dict[Hashable, float]
+    spread: float = 1.0
+    worked: float = 1.0
+
+    @property
+    def steady(self) -> bool:
+        """Whether nothing else wanted this machine meanwhile. Either sign alone misses much: a machine that is
+        shared all the time is slow evenly, and a thread that waits for a slow partner may do so at work.
+        """
+        return self.spread <= SPREAD and self.worked >= WORKED
+
+
 def interleaved(
     passes: dict[Hashable, Callable[[], object]],
     clock: Callable[[], float],
+    worked: Callable[[], float] | None = None,
     warm_ups: int = WARM_UPS,
     repeats: int = REPEATS,
     seconds: float = SECONDS,
-) -> dict[Hashable, float]:
-    """Median milliseconds of each pass, all in turn, so that a slow moment of the machine hits all alike.
+) -> Timings:
+    """Times of each pass, all in turn, so that a slow moment of the machine hits all alike.
 
     Slow passes, that take longer than `seconds`, are warmed up once and repeated LEAST_REPEATS times.
+
+    clock: seconds; worked: CPU seconds of this thread, None where that says nothing
     """
     times = {name: [] for name in passes}
-    opened, timed = clock(), 0
+    opened, timed, working = clock(), 0, worked and worked()
     for repeat in tqdm(range(warm_ups + repeats), "measuring costs", leave=False, disable=None):
         late = clock() - opened > seconds
         if late and timed >= LEAST_REPEATS:
@@ -105,7 +136,9 @@ def interleaved(
             if not warm:
                 times[name].append(clock() - started)
         timed += not warm
-    return {name: 1e3 * median(values) for name, values in times.items()}
+    share = (worked() - working) / (clock() - opened) if worked else 1.0
+    low, _, high = quantiles(next(iter(times.values())) * 2, n=4, method="inclusive")  # twice: one time has quartiles
+    return Timings({name: 1e3 * median(values) for name, values in times.items()}, high / low, share)
 
 
 class Passes:
@@ -138,6 +171,18 @@ class Passes:
         state.P.fill_(self.prefix)
         state.D.fill_(drafted)
 
+    def measure(self, runs: dict[Hashable, Callable[[], object]], *how, **also) -> Timings:
+        """`interleaved` by this decoder's clocks."""
+        worked = time.thread_time if self.decoder.target.device.type == "cpu" else None
+        return interleaved(runs, self.decoder._clock, worked, *how, **also)
+
+    def costs(self, packed: Sequence[int], *how, **also) -> Costs:
+        """Of these row counts, AR's first, and of the draft."""
+        runs = {n: lambda n=n: self.settle(n) for n in packed} | {-N: lambda N=N: self.propose(N) for N in PROPOSED}
+        found = self.measure(runs, *how, **also)
+        settle_ms, propose_ms = (tuple(found.ms[key] for key in keys) for keys in (packed, [-N for N in PROPOSED]))
+        return Costs(tuple(packed), settle_ms, propose_ms, found.steady)
+
     def close(self) -> None:
         self.decoder.reset()
 
@@ -154,14 +199,14 @@ def measure(
     passes = Passes(decoder, prefix, positions)
     try:
         if known is None:
-            runs = {n: lambda n=n: passes.settle(n) for n in first}
-            runs |= {-N: lambda N=N: passes.propose(N) for N in PROPOSED}
-            times = interleaved(runs, decoder._clock)
-            known = Costs(tuple(first), tuple(times[n] for n in first), tuple(times[-N] for N in PROPOSED))
+            known = passes.costs(first)
         for n in asked:
             if n > known.packed[-1] and wants_more(known, masses, decoder.state.static):
-                ms = interleaved({n: lambda: passes.settle(n)}, decoder._clock)[n]
-                known = Costs((*known.packed, n), (*known.settle_ms, ms), known.propose_ms)
+                found = passes.measure({n: lambda: passes.settle(n)})
+                known = replace(
+                    known, packed=(*known.packed, n), settle_ms=(*known.settle_ms, found.ms[n]),
+                    steady=known.steady and found.steady,
+                )
     finally:
         passes.close()
     return known
@@ -183,12 +228,9 @@ def paper_probe(decoder: Decoder, prefix: int) -> Costs:
     """
     passes = Passes(decoder, prefix)
     try:
-        runs = {n: lambda n=n: passes.settle(n) for n in PAPER_PACKED}
-        runs |= {-N: lambda N=N: passes.propose(N) for N in PROPOSED}
-        times = interleaved(runs, decoder._clock, PAPER_WARM_UPS, PAPER_REPEATS, seconds=float("inf"))
+        return passes.costs(PAPER_PACKED, PAPER_WARM_UPS, PAPER_REPEATS, seconds=float("inf"))
     finally:
         passes.close()
-    return Costs(PAPER_PACKED, tuple(times[n] for n in PAPER_PACKED), tuple(times[-N] for N in PROPOSED))
 
 
 @dataclass(frozen=True)
@@ -200,6 +242,7 @@ class FullProbe:
         packed, milliseconds: the table
         slope, intercept: ms a row and ms, of the line fitted from n = 16 on
         draft_ms, widest_draft_ms: draft, tree and pack at the widths PROPOSED
+        steady: as in `Costs`
         decision: the rule's, on the pair's mass curve; None where that is not known yet
     """
 
@@ -211,6 +254,7 @@ class FullProbe:
     intercept: float
     draft_ms: float
     widest_draft_ms: float
+    steady: bool
     decision: Decision | None
 
     def lines(self) -> list[str]:
@@ -226,6 +270,8 @@ class FullProbe:
             f"- fit from n = {FIT_FROM} on: {self.intercept:.2f} + {self.slope:.4f} n ms; draft with a tree of "
             f"{PROPOSED[0]} {self.draft_ms:.2f} ms, of {PROPOSED[1]} {self.widest_draft_ms:.2f} ms",
         ]
+        if not self.steady:
+            lines.append(f"- the probe was {DISTURBED}: measure again when it is quiet")
         if self.decision is None:
             return [*lines, "- no N* follows yet: no mass curve of this pair is known"]
         return [*lines, f"- N* = {self.decision.width} follows", *(f"- {line}" for line in self.decision.lines())]
@@ -294,7 +340,11 @@ class Deployment:
         known = None if reprobe else self.costs.get(prefix) or read_costs(path, key)
         if known is None or wants_more(known, self.known_masses, decoder.state.static):
             known = measure(decoder, prefix, prompt_tokens + new_tokens, self.known_masses, known)
-            write_json(path, {"key": key, "costs": asdict(known)})
+            if known.steady:
+                write_json(path, {"key": key, "costs": asdict(known)})
+            else:
+                remark = "its costs serve this run and are not kept, the next one probes again"
+                warnings.warn(f"the probe was {DISTURBED}: {remark}", stacklevel=2)
         self.costs[prefix] = known
         return known
 
@@ -305,7 +355,7 @@ class Deployment:
         cost = costs.model(self.decoder.state.static)
         return FullProbe(
             device_name(self.decoder), prefix, cost.packed, cost.milliseconds, cost.slope, cost.intercept,
-            *costs.propose_ms, self.decision(costs),
+            *costs.propose_ms, costs.steady, self.decision(costs),
         )
 
     @property

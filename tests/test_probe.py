@@ -12,7 +12,7 @@ import torch
 from minicast import probe
 from minicast.curve import MassCurve
 from minicast.decode import Decoder
-from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, interleaved
+from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, Timings, interleaved
 from minicast.round import BUCKETS
 from minicast.tree import best_first_tree, chain_tree
 from minicast.width import MAX_WIDTH, AutoWidth, CostModel, FixedWidth, RoundWidth, stopping_width
@@ -53,14 +53,14 @@ def table(monkeypatch):
     """Replaces measuring: passes run once and take what `table.ms` says. `table.asked` lists them."""
 
     class Table:
-        ms, asked, how, draft_ms = FLAT, [], (), 5.0
+        ms, asked, how, draft_ms, spread = FLAT, [], (), 5.0, 1.0
 
-        def interleaved(self, passes, clock, *how, **also):
+        def interleaved(self, passes, clock, worked, *how, **also):
             self.how = how
             for name, run in passes.items():
                 run()
                 self.asked.append(name)
-            return {name: self.ms[name] if name > 0 else self.draft_ms for name in passes}
+            return Timings({n: self.ms[n] if n > 0 else self.draft_ms for n in passes}, self.spread)
 
     table = Table()
     table.asked = []
@@ -81,8 +81,8 @@ def test_interleaved_takes_medians_in_turn():
         return run
 
     passes = {"a": takes("a", [9, 9, 1, 5, 3]), "b": takes("b", [9, 9, 2, 2, 70])}
-    times = interleaved(passes, lambda: now[0], warm_ups=2, repeats=3, seconds=1000)
-    assert times == {"a": 3000, "b": 2000}
+    found = interleaved(passes, lambda: now[0], warm_ups=2, repeats=3, seconds=1000)
+    assert found.ms == {"a": 3000, "b": 2000}
     assert log == ["a", "b"] * 5
 
 
@@ -94,8 +94,49 @@ def test_slow_passes_are_repeated_less():
         runs.append(0)
         now[0] += 10.0
 
-    assert interleaved({"a": run}, lambda: now[0], warm_ups=8, repeats=30, seconds=5)["a"] == 10_000
+    assert interleaved({"a": run}, lambda: now[0], warm_ups=8, repeats=30, seconds=5).ms == {"a": 10_000}
     assert len(runs) == 1 + probe.LEAST_REPEATS
+
+
+@pytest.mark.parametrize("times, share, steady", [
+    ([10, 10, 11, 10, 10, 40, 10], 1.0, True),   # one slow moment is what medians are for
+    ([10, 11, 25, 12, 24, 30, 10], 1.0, False),  # other work comes and goes
+    ([40, 41, 40, 42, 41, 40, 40], 0.25, False),  # it is there all the time: an even fourth of a CPU
+    ([40], 1.0, True),
+], ids=["steady", "uneven", "starved", "one"])
+def test_a_disturbed_probe_is_noticed(times, share, steady):
+    """By the first pass's quartiles and by this thread's CPU time; other passes may differ as they like."""
+    now, cpu, left = [0.0], [0.0], list(times)
+
+    def first():
+        now[0] += left[0]
+        cpu[0] += left.pop(0) * share
+
+    def second():
+        now[0] += len(left)
+        cpu[0] += len(left) * share
+
+    passes = {"first": first, "second": second}
+    clocks = [lambda: now[0], lambda: cpu[0]]
+    found = interleaved(passes, *clocks, warm_ups=0, repeats=len(times), seconds=1e9)
+    assert found.worked == pytest.approx(share) and found.steady == steady
+
+
+def test_a_disturbed_probe_is_not_kept(target, draft, table):
+    """It serves the run that made it, with one line; the next process measures again, and keeps what is steady."""
+    ship(draft)
+    table.spread = 2.0
+    decoder = Decoder(target, draft)
+    with pytest.warns(UserWarning, match="disturbed by other work.*not kept") as caught:
+        decoder.generate(prompt_of(5), max_new_tokens=9)
+        decoder.generate(prompt_of(6), max_new_tokens=9)
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+    assert not list((draft.directory / "cache").rglob("*.json"))
+    assert "disturbed" in "\n".join(Deployment(decoder).full_probe().lines())
+    table.asked.clear()
+    table.spread = 1.2
+    Deployment(Decoder(target, draft)).costs_at(5, 9)
+    assert table.asked and list((draft.directory / "cache" / "costs").iterdir())
 
 
 @pytest.mark.parametrize("body", ["sdpa", "static"])
