@@ -246,7 +246,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="of samples (each repeat adds 1), the methods' order and the bootstrap")
     parser.add_argument("--model", help="directory, hub id or known name")
     parser.add_argument("--draft-model", help="likewise; default: the head known for the target")
-    parser.add_argument("--draft-vocabulary", type=at_least(1), metavar="V", help="tokens the head scores; default: all")
+    parser.add_argument("--draft-vocabulary", type=at_least(1), metavar="V",
+                        help="tokens the head scores; default: all")
     parser.add_argument("--random-weights", choices=(*SHAPES, HEAD), metavar="NAME",
                         help=f"a model of this shape, prompts of --prefix random ids (default: {PREFIX}): "
                         f"{', '.join(SHAPES)}; or {HEAD}: the model as it is, its head of random weights")

@@ -74,7 +74,7 @@ class Subject:
         count = arguments.limit or QUESTIONS
         asked = random_questions(config.vocab_size, count, prefixes, lengths, arguments.seed)
         source = f"random weights of the shape {name}"
-        remark = f"Weights and prompts are random, the shape is that of {name}: times are real, texts and R mean nothing."
+        remark = f"Weights and prompts are random, the shape is that of {name}: times count, texts and R mean nothing."
         return cls(source, remark, asked, (), lambda place: random_pair(name, place.dtype, place.device))
 
 

@@ -513,6 +513,7 @@ def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys)
 
 def test_program_probes_as_the_paper_does(flags, tmp_path, monkeypatch, capsys):
     """The table and its fit stand in both files; without the flag there is neither."""
+    monkeypatch.setenv("MINICAST_CACHE", str(tmp_path))  # no curve was learned there
     monkeypatch.setattr(probe, "PAPER_WARM_UPS", 0)
     monkeypatch.setattr(probe, "PAPER_REPEATS", 1)
     out = tmp_path / "probed.json"

@@ -139,6 +139,7 @@ def test_a_disturbed_probe_is_not_kept(target, draft, table):
     assert table.asked and list((draft.directory / "cache" / "costs").iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:the probe was disturbed")
 @pytest.mark.parametrize("body", ["sdpa", "static"])
 def test_probe_measures_and_leaves_nothing_behind(target, draft, body):
     """Real clock: all figures are positive, ascending counts; the cached prefix is forgotten, never wrong."""

@@ -203,8 +203,9 @@ def test_explain_and_reprobe(cli, monkeypatch):
     assert len(probed) == 1
 
 
-def test_probe_full(cli, monkeypatch):
+def test_probe_full(cli, monkeypatch, tmp_path):
     """Table 5's counts on stderr, and N* or why there is none; the text is the same with it."""
+    monkeypatch.setenv("MINICAST_CACHE", str(tmp_path))  # no curve was learned there
     monkeypatch.setattr(probe, "PAPER_WARM_UPS", 0)
     monkeypatch.setattr(probe, "PAPER_REPEATS", 1)
     few = ("--raw", "--max-new-tokens", "4", "--method", "ar")
@@ -287,7 +288,7 @@ def test_every_flag_has_a_spy():
     """A flag that is added without a test above, or below for the output's, fails here."""
     watched = {option for _, option, _ in DECODING} | {"attention", "prompt", "system", "enable_thinking"}
     watched |= {"raw", "model", "draft_model", "device", "dtype", "show_tree", "compare", "json", "help"}
-    watched |= {"explain", "reprobe", "probe_full", "eager"}
+    watched |= {"explain", "reprobe", "probe_full", "eager", "draft_vocabulary"}
     assert {action.dest for action in parser_actions()} == watched
 
 
