@@ -71,6 +71,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--eager", action="store_true", help="on a GPU: compile and capture nothing")
     group = parser.add_argument_group("output")
     group.add_argument("--show-tree", action="store_true", help="each round's packed tree, then the text")
+    group.add_argument("--explain-round", type=positive, nargs="?", const=1, metavar="K",
+                       help="decode up to round K, 1 if left out, tell that round step by step, and stop")
     group.add_argument("--compare", action="store_true", help="all methods on the prompt, side by side")
     group.add_argument("--explain", action="store_true", help="costs, masses and the width that follows, on stderr")
     group.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -80,10 +82,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--raw uses no chat template, so --system and --enable-thinking have no place in it")
     if arguments.show_tree and (arguments.json or arguments.compare):
         parser.error("--show-tree goes with neither --json nor --compare")
-    alone = ("raw", "show_tree", "compare", "explain", "reprobe", "json")
+    alone = ("raw", "show_tree", "explain_round", "compare", "explain", "reprobe", "json")
     if arguments.chat and any(getattr(arguments, name) for name in alone):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in alone)
         parser.error(f"--chat goes with none of {flags}")
+    if arguments.explain_round and (arguments.show_tree or arguments.compare or arguments.json):
+        parser.error("--explain-round goes with none of --show-tree, --compare, --json")
     return arguments
 
 
@@ -167,6 +171,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         prompt_ids = encode_prompt(arguments, tokenizer)
     target, draft = choice.load(placement, arguments.draft_vocabulary)
+    if arguments.explain_round:
+        from minicast.narrate import Watcher as Decoder, explain_round
     compile = False if arguments.eager else None
     decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
     options["stop_ids"] = tokenizer.stop_ids
@@ -178,6 +184,9 @@ def run(arguments: argparse.Namespace) -> int:
         explain_width(decoder, prompt_ids, arguments)
     if arguments.compare:
         return compare_methods(decoder, tokenizer, prompt_ids, arguments, options, screen)
+    if arguments.explain_round:
+        explain_round(decoder, tokenizer, prompt_ids, request, arguments.explain_round, screen)
+        return 0
     live = not (arguments.json or arguments.show_tree)
     answer = show_answer(decoder, tokenizer, prompt_ids, request, screen, live, arguments.show_tree)
     if arguments.json:

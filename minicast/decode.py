@@ -76,7 +76,8 @@ class Options:
             "rank_cap": (K is None or (whole(K) and K >= 1), "at least 1, or none to keep all ranks"),
             "verifier": (self.verifier in ("direct", "stochastic"), "direct or stochastic"),
             "stop_ids": (
-                isinstance(self.stop_ids, Container) and not isinstance(self.stop_ids, str), "a collection of token ids",
+                isinstance(self.stop_ids, Container) and not isinstance(self.stop_ids, str),
+                "a collection of token ids",
             ),
         }
         for name, (holds, rule) in rules.items():

@@ -17,9 +17,9 @@ import torch
 
 import run
 from graphs.masks import BODIES
-from minicast import Decoder, command, decode
+from minicast import Decoder, command, decode, round
 from minicast.chat import Chat, Conversation
-from minicast.decode import State, prefill, read_features
+from minicast.round import State, prefill, read_features
 from minicast.terminal import Screen
 from model import load_draft, load_target, load_tokenizer
 from model.errors import UserError
@@ -316,7 +316,7 @@ def test_ctrl_c_stops_the_reply_and_keeps_what_was_shown(talk, models, tokenizer
 def test_ctrl_c_anywhere_in_a_round_leaves_caches_that_hold(talk, models, monkeypatch, where):
     """It may come between any two statements: half of a round's bookkeeping must not be taken for a prefix."""
     decoder, calls = Decoder(*models), []
-    owner = State if where in ("commit", "keep", "reserve") else decode
+    owner = {"draft": round, "settle": decode, "prefill": decode}.get(where, State)
     function = getattr(owner, where)
 
     def interrupts(*arguments, **options):
@@ -404,7 +404,7 @@ def test_messages_from_a_pipe(names, monkeypatch, capsys):
     assert captured.out == text and captured.err.count("not valid Unicode at character 1") == 1
 
 
-ALONE = ["--raw", "--json", "--show-tree", "--compare", "--explain", "--reprobe"]
+ALONE = ["--raw", "--json", "--show-tree", "--compare", "--explain", "--reprobe", "--explain-round"]
 
 
 @pytest.mark.parametrize("flags", [["--chat", "-p", "x"], *(["--chat", flag] for flag in ALONE), []], ids=str)

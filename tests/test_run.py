@@ -99,6 +99,7 @@ def test_refuses_bad_values_before_loading(cli, monkeypatch, flag, values):
     "flags",
     [
         ("--raw", "--system", "be brief"), ("--raw", "--enable-thinking"), ("--show-tree", "--json"),
+        ("--explain-round", "--json"), ("--explain-round", "--show-tree"), ("--explain-round", "--compare"),
     ],
 )
 def test_refuses_flags_that_would_be_ignored(cli, flags):
@@ -263,7 +264,7 @@ def test_every_flag_has_a_spy():
     """A flag that is added without a test above, or below for the output's, fails here."""
     watched = {option for _, option, _ in DECODING} | {"attention", "prompt", "system", "enable_thinking"}
     watched |= {"raw", "model", "draft_model", "device", "dtype", "show_tree", "compare", "json", "help"}
-    watched |= {"explain", "reprobe", "eager", "chat"}  # the last: test_chat.py
+    watched |= {"explain", "reprobe", "eager", "chat", "explain_round"}  # the last two: test_chat.py, test_narrate.py
     assert {action.dest for action in parser_actions()} == watched
 
 
