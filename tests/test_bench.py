@@ -16,8 +16,7 @@ from minicast.decode import Decoder, Output
 from minicast.figures import MEAN, Departure, Estimate, Record
 from model import load_draft, load_target
 from model.errors import UsageError, UserError
-from test_run import write_byte_tokenizer
-from tiny import write_tiny_draft, write_tiny_target
+from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 ARMS = [Arm("ar"), Arm("dflash"), Arm("cast", 7)]
 

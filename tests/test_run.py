@@ -24,10 +24,6 @@ from model import load_draft, load_target, load_tokenizer
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 ROOT = Path(run.__file__).parent
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    "{% if enable_thinking %}<think>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +31,7 @@ def models(tmp_path_factory):
     """Directories of a tiny target and its head."""
     directory = tmp_path_factory.mktemp("models")
     target = write_tiny_target(directory / "target", max_position_embeddings=256)
-    write_byte_tokenizer(target, TEMPLATE)
+    write_byte_tokenizer(target)
     return str(target), str(write_tiny_draft(directory / "draft", max_position_embeddings=256))
 
 

@@ -10,6 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+TEMPLATE = (  # of a chat: shows all it is given
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if enable_thinking %}<think>{% endif %}"
+)
+
 
 def tiny_target_config(**changes) -> dict:
     """config.json of a LLaMA-family target: 2 layers, hidden 32, 4 heads on 2, head_dim 16 (not 32 / 4)."""
@@ -138,7 +143,7 @@ def write_tiny_draft(directory: Path, seed: int = 1, **changes) -> Path:
     return write_checkpoint(directory, random_tensors(config, seed), config)
 
 
-def write_byte_tokenizer(directory: Path, template: str) -> None:
+def write_byte_tokenizer(directory: Path, template: str = TEMPLATE) -> None:
     """A tokenizer of 256 tokens, one a byte, and a chat template."""
     # Byte-level BPE writes each byte as one printable character: itself where it is one, else from 256 on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
