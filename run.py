@@ -38,7 +38,9 @@ def positive(text: str) -> int:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="run.py", description="Decode a prompt with a speculative tree (CAST).")
-    parser.add_argument("-p", "--prompt", required=True, help='"-" reads stdin, less its last newline')
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("-p", "--prompt", help='"-" reads stdin, less its last newline')
+    task.add_argument("--chat", action="store_true", help="several turns in one conversation; /help there says more")
     group = parser.add_argument_group("model")
     group.add_argument("--model", help="directory, hub id or known name; default: smollm2")
     group.add_argument("--draft-model", help="likewise; default: the head known for the model")
@@ -70,6 +72,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--eager", action="store_true", help="on a GPU: compile and capture nothing")
     group = parser.add_argument_group("output")
     group.add_argument("--show-tree", action="store_true", help="each round's packed tree, then the text")
+    group.add_argument("--explain-round", type=positive, nargs="?", const=1, metavar="K",
+                       help="decode up to round K, 1 if left out, tell that round step by step, and stop")
     group.add_argument("--compare", action="store_true", help="all methods on the prompt, side by side")
     group.add_argument("--explain", action="store_true", help="costs, masses and the width that follows, on stderr")
     group.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -79,6 +83,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--raw uses no chat template, so --system and --enable-thinking have no place in it")
     if arguments.show_tree and (arguments.json or arguments.compare):
         parser.error("--show-tree goes with neither --json nor --compare")
+    alone = ("raw", "show_tree", "explain_round", "compare", "explain", "reprobe", "probe_full", "json")
+    if arguments.chat and any(getattr(arguments, name) for name in alone):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in alone)
+        parser.error(f"--chat goes with none of {flags}")
+    if arguments.explain_round and (arguments.show_tree or arguments.compare or arguments.json):
+        parser.error("--explain-round goes with none of --show-tree, --compare, --json")
     return arguments
 
 
@@ -104,43 +114,10 @@ def encode_prompt(arguments: argparse.Namespace, tokenizer) -> list[int]:
         try:
             text = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
         except UnicodeDecodeError as error:
-            raise UsageError(f"--prompt -: stdin is not UTF-8 at byte {error.start}") from error
+            raise UsageError(f"--prompt -: stdin is not UTF-8 at byte {error.start + 1}") from error
     if arguments.raw:
         return tokenizer.encode(text)
     return tokenizer.encode_chat(text, system=arguments.system, enable_thinking=arguments.enable_thinking)
-
-
-def decode_prompt(decoder, tokenizer, prompt_ids: list[int], arguments, options: dict, screen):
-    """Decode and show the answer as it comes. Ctrl-C ends it early."""
-    from minicast.terminal import GREEN, PLAIN, Answer, tree_lines
-
-    answer = Answer(arguments.method, arguments.width, len(prompt_ids))
-    live = not (arguments.json or arguments.show_tree)
-    text = tokenizer.stream()
-
-    def show(piece: str, style: str) -> None:
-        answer.pieces.append((piece, style))
-        if live:
-            screen.write(piece, style)
-
-    try:
-        for step in decoder.stream(prompt_ids, method=arguments.method, width=arguments.width, **options):
-            # A character that spans tokens appears, and is coloured, with its last one.
-            show(text.push(step.token_ids[: step.accepted]), GREEN)
-            show(text.push(step.token_ids[step.accepted :]), PLAIN)
-            if not step.prefill:
-                answer.accepted.append(step.accepted)
-            if arguments.show_tree:
-                for line, style in tree_lines(step, len(answer.accepted), tokenizer.token_text):
-                    screen.write(line + "\n", style)
-        answer.stop_reason = decoder.output.stop_reason
-    except KeyboardInterrupt:
-        answer.stop_reason = "interrupted"
-    finally:
-        show(text.finish(), PLAIN)
-        screen.end_line()
-    answer.output = decoder.output
-    return answer
 
 
 def compare_methods(decoder, tokenizer, prompt_ids: list[int], arguments, options: dict, screen) -> int:
@@ -177,7 +154,7 @@ def explain_width(decoder, prompt_ids: list[int], arguments) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from minicast.command import Choice, Placement, peak_memory
     from minicast.decode import Decoder
-    from minicast.terminal import Screen
+    from minicast.terminal import Screen, show_answer
 
     options = decoding_options(arguments)
     placement = Placement.choose(arguments.device, arguments.dtype)
@@ -190,18 +167,31 @@ def run(arguments: argparse.Namespace) -> int:
         hint = f"the head of {choice.pair.name} was trained {mode} --enable-thinking: expect short rounds"
         print(f"run.py: {hint}", file=sys.stderr)
     tokenizer = choice.tokenizer()
-    prompt_ids = encode_prompt(arguments, tokenizer)
+    if arguments.chat:
+        from minicast.chat import Chat, Conversation
+
+        conversation = Conversation(tokenizer, arguments.system, arguments.enable_thinking)
+    else:
+        prompt_ids = encode_prompt(arguments, tokenizer)
     target, draft = choice.load(placement, arguments.draft_vocabulary)
+    if arguments.explain_round:
+        from minicast.narrate import Watcher as Decoder, explain_round
     compile = False if arguments.eager else None
     decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
     options["stop_ids"] = tokenizer.stop_ids
+    request = options | {"method": arguments.method, "width": arguments.width}
     screen = Screen()
+    if arguments.chat:
+        return Chat(decoder, conversation, request, screen).run()
     if probes:
         explain_width(decoder, prompt_ids, arguments)
     if arguments.compare:
         return compare_methods(decoder, tokenizer, prompt_ids, arguments, options, screen)
-
-    answer = decode_prompt(decoder, tokenizer, prompt_ids, arguments, options, screen)
+    if arguments.explain_round:
+        explain_round(decoder, tokenizer, prompt_ids, request, arguments.explain_round, screen)
+        return 0
+    live = not (arguments.json or arguments.show_tree)
+    answer = show_answer(decoder, tokenizer, prompt_ids, request, screen, live, arguments.show_tree)
     if arguments.json:
         memory = peak_memory(placement.device)
         where = {"weights": choice.source(), "placement": str(placement), "peak_memory_bytes": memory}

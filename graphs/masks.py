@@ -169,7 +169,7 @@ class BitMask:
         self.n = n
         self.folds = n // FOLD if n == TILE else 1
         rows = n // self.folds
-        self.options = options or KERNELS[next(most for most in (*KERNELS, n) if most >= rows)]
+        self.options = options or KERNELS[next((most for most in KERNELS if most >= rows), TILE)]
         self.P = torch.zeros((), dtype=torch.int64, device=device)
         self.bits = torch.zeros(n, 2, dtype=torch.int64, device=device)
         row_tiles, slot_tiles = -(-rows // TILE), -(-slots // TILE)

@@ -11,7 +11,7 @@ in `verify`, sampled in `sampling`, and their width is chosen in `width`. This m
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 
@@ -75,7 +75,10 @@ class Options:
             "max_new_tokens": (whole(self.max_new_tokens) and self.max_new_tokens >= 0, "a whole number of at least 0"),
             "rank_cap": (K is None or (whole(K) and K >= 1), "at least 1, or none to keep all ranks"),
             "verifier": (self.verifier in ("direct", "stochastic"), "direct or stochastic"),
-            "stop_ids": (not isinstance(self.stop_ids, (Integral, str)), "a collection of token ids"),
+            "stop_ids": (
+                isinstance(self.stop_ids, Container) and not isinstance(self.stop_ids, str),
+                "a collection of token ids",
+            ),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
@@ -104,6 +107,7 @@ class Output:
         decode_seconds: the paper's timer (Appendix D): opens after prefill and, where something is drafted, after
             the first draft; closes after truncation
         wall_seconds: prompt to last token
+        reused: prompt tokens that were in the caches already; the others were prefilled
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -113,6 +117,7 @@ class Output:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     wall_seconds: float = 0.0
+    reused: int = 0
 
 
 @dataclass
@@ -223,7 +228,7 @@ class Decoder:
             return
         token_ids = list(prompt_ids)
 
-        self._begin(token_ids, room, request)
+        output.reused = self._begin(token_ids, room, request)
         emitted = [self._first_token(token_ids, request)]
         output.prefill_seconds = self._clock() - started
         opened = None if request.tap else self._clock()
@@ -300,10 +305,12 @@ class Decoder:
             raise UsageError(f"the prompt has {length} tokens, the target's context is {context}; shorten the prompt")
         return min(max_new_tokens, context - length), "length" if max_new_tokens <= context - length else "context"
 
-    def _begin(self, token_ids: list[int], room: int, request: Request) -> None:
-        """Make room, and keep the longest cached prefix of the prompt; its last token runs again for its logits."""
+    def _begin(self, token_ids: list[int], room: int, request: Request) -> int:
+        """Keep the longest cached prefix of the prompt, whose length is returned, and make room for the rest.
+
+        The prompt's last token runs again for its logits.
+        """
         state = self.state
-        self._reserve(len(token_ids) + room)
         state.seed.fill_(request.params.seed)
         shared = 0
         for cached, token in zip(state.cached_ids, token_ids[:-1]):
@@ -311,6 +318,8 @@ class Decoder:
                 break
             shared += 1
         state.keep(min(shared, state.tapped) if request.tap else shared)
+        self._reserve(len(token_ids) + room)
+        return state.prefix
 
     def _reserve(self, positions: int) -> None:
         """Room for an answer that ends at `positions`; static caches have few sizes, so that they seldom grow."""

@@ -115,21 +115,29 @@ class State:
     def reserve(self, positions: int) -> bool:
         """Room for `positions` committed positions and the widest round above them, in whole tiles.
 
-        True where the caches grew: that forgets the prefix, and what was captured holds addresses of old ones.
+        True where the caches grew: the prefix moves along, and what was captured holds addresses of old ones.
         """
         slots = positions + max(MAX_ROWS, self.depth + 1)
         slots += -slots % TILE
         if slots <= self.slots:
             return False
-        self.slots = 0
-        self.reset()
-        self.slots = slots
-        target, draft = self.target, self.draft
-        self.target_cache = KVCache(target.config, slots, target.dtype, target.device)
+        P, target, draft = self.prefix, self.target, self.draft
+        if P == 0:  # nothing to move: free the old caches before there are new ones
+            self.slots = 0
+            self.reset()
+        target_cache = KVCache(target.config, slots, target.dtype, target.device)
+        draft_cache = features = None
         if draft:
-            self.draft_cache = KVCache(draft.config, slots, target.dtype, target.device)
+            draft_cache = KVCache(draft.config, slots, target.dtype, target.device)
             width = len(draft.taps) * target.config.hidden
-            self.features = torch.zeros(1, slots, width, dtype=target.dtype, device=target.device)
+            features = torch.zeros(1, slots, width, dtype=target.dtype, device=target.device)
+        if P:
+            target_cache.data[..., :P, :] = self.target_cache.data[..., :P, :]
+        if P and draft:
+            draft_cache.data[..., :P, :] = self.draft_cache.data[..., :P, :]
+            features[:, :P] = self.features[:, :P]
+        # All at once: where memory or a person's patience ends above, the old ones are still whole.
+        self.slots, self.target_cache, self.draft_cache, self.features = slots, target_cache, draft_cache, features
         return True
 
     def buffers(self) -> list[Tensor]:

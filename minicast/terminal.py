@@ -1,6 +1,6 @@
 """What a person sees of an answer: coloured text, the packed tree of a round, the figures at the end.
 
-It only shows: nothing here decodes or measures.
+It shows what a decoder does: nothing here decides a token or measures.
 """
 
 import os
@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from minicast.decode import Output, Round
+from minicast.decode import Decoder, Output, Round
+from model.tokenizer import Tokenizer
 
 PLAIN, GREEN, DIM = "", "\033[32m", "\033[2m"
 RESET = "\033[0m"
@@ -49,6 +50,7 @@ class Answer:
         accepted: drafted tokens emitted, of every round
         pieces: the text in (text, style); drafted tokens that were accepted are green
         stop_reason: the decoder's, or "interrupted"
+        token_ids: those of the text; the decoder may have more where it was interrupted
     """
 
     method: str
@@ -58,6 +60,7 @@ class Answer:
     accepted: list[int] = field(default_factory=list)
     pieces: list[tuple[str, str]] = field(default_factory=list)
     stop_reason: str = "interrupted"
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -109,6 +112,44 @@ class Answer:
             return str(max(self.output.widths))  # not as asked for: it may have been beyond the widest tree
         counts = sorted(Counter(self.output.widths).items(), reverse=True)
         return f"{self.width}: " + ", ".join(f"{N} in {rounds} rounds" for N, rounds in counts)
+
+
+def show_answer(
+    decoder: Decoder, tokenizer: Tokenizer, prompt_ids: list[int], request: dict, screen: Screen, live: bool = True,
+    trees: bool = False,
+) -> Answer:
+    """Decode an answer and show it as it comes. Ctrl-C ends it early.
+
+    request: method, width and the other options of `Decoder.stream`
+    live: the text goes to the screen; trees: each round's packed tree does
+    """
+    answer = Answer(request["method"], request["width"], len(prompt_ids))
+    text = tokenizer.stream()
+
+    def show(piece: str, style: str) -> None:
+        answer.pieces.append((piece, style))
+        if live:
+            screen.write(piece, style)
+
+    try:
+        for step in decoder.stream(prompt_ids, **request):
+            # A character that spans tokens appears, and is coloured, with its last one.
+            show(text.push(step.token_ids[: step.accepted]), GREEN)
+            show(text.push(step.token_ids[step.accepted :]), PLAIN)
+            answer.token_ids += step.token_ids
+            if not step.prefill:
+                answer.accepted.append(step.accepted)
+            if trees:
+                for line, style in tree_lines(step, len(answer.accepted), tokenizer.token_text):
+                    screen.write(line + "\n", style)
+        answer.stop_reason = decoder.output.stop_reason
+    except KeyboardInterrupt:
+        answer.stop_reason = "interrupted"
+    finally:
+        show(text.finish(), PLAIN)
+        screen.end_line()
+    answer.output = decoder.output
+    return answer
 
 
 def mean(values: list[int]) -> float | None:

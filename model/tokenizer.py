@@ -60,15 +60,22 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The text as it is, without the chat template; a BOS where the tokenizer adds one to plain text."""
+        check_unicode(text, "the prompt")
         bos = self.special_tokens.get("bos_token")
         has_bos = bos is not None and text.startswith(bos)
-        return self._ids(text, add_special_tokens=not has_bos)
+        return self._tokenizer.encode(text, add_special_tokens=not has_bos).ids
 
     def encode_chat(
         self, conversation: str | Messages, system: str | None = None, enable_thinking: bool = False
     ) -> list[int]:
         """The conversation (a text is one user message) through the chat template, ready for the model's
-        answer.
+        answer; arguments as for `render_chat`."""
+        return self.encode_rendered(self.render_chat(conversation, system, enable_thinking))
+
+    def render_chat(
+        self, conversation: str | Messages, system: str | None = None, enable_thinking: bool = False
+    ) -> str:
+        """The text that the chat template makes of a conversation, special tokens written out.
 
         `system` is put in front as a system message. `enable_thinking` is for templates that know a thinking
         mode; others ignore it.
@@ -76,21 +83,27 @@ class Tokenizer:
         messages = conversation
         if isinstance(conversation, str):
             messages = [{"role": "user", "content": conversation}]
+        for message in messages:
+            check_unicode(message["content"], "the prompt" if message["role"] == "user" else "a message")
         text = self._render(messages, enable_thinking)
         if system is not None:
+            check_unicode(system, "the system prompt")
             without_system = text
             text = self._render([{"role": "system", "content": system}, *messages], enable_thinking)
             if system.strip() and text == without_system:
                 raise UserError(
                     f"the chat template of {self.directory} ignores system prompts: leave out --system"
                 )
-        # The template writes every special token itself, the BOS included.
-        return self._ids(text, add_special_tokens=False)
+        return text
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of the ids, special tokens left out. Ids without a token (padded rows of the vocabulary)
-        are too."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def encode_rendered(self, text: str) -> list[int]:
+        """Text from `render_chat`, or a part of it: the template wrote every special token, the BOS included."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int], special: bool = False) -> str:
+        """The text of the ids, special tokens left out unless `special`. Ids without a token (padded rows of
+        the vocabulary) are too."""
+        return self._tokenizer.decode(ids, skip_special_tokens=not special)
 
     def token_text(self, id: int) -> str:
         """One token for display, special tokens included."""
@@ -99,15 +112,6 @@ class Tokenizer:
     def stream(self) -> "TextStream":
         """A detokenizer for one answer, token by token."""
         return TextStream(self)
-
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"the prompt is not valid Unicode at character {error.start}: pass it in UTF-8"
-            ) from error
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _find_stop_ids(self) -> tuple[int, ...]:
         found = set()
@@ -222,6 +226,14 @@ def read_object(path: Path) -> dict:
 def token_text(token: str | dict) -> str:
     """A special token is declared as its text, or as an object that also says how it is matched."""
     return token if isinstance(token, str) else token["content"]
+
+
+def check_unicode(text: str, what: str) -> None:
+    """A terminal's undecodable byte arrives as half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} is not valid Unicode at character {error.start + 1}: pass it in UTF-8") from error
 
 
 def one_line(error: Exception) -> str:

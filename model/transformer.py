@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import Rope, TargetConfig, TransformerConfig
+from model.errors import UsageError
 from model.linear import Linear
 
 
@@ -266,7 +267,12 @@ class Target(nn.Module):
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int] | Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """One uncached causal pass over token_ids (T,) -> logits (T, V), tap features (T, len(taps)·H) or None."""
+        """One uncached causal pass over token_ids (T,) -> logits (T, V), tap features (T, len(taps)·H) or None.
+
+        UsageError for a tap that is no layer.
+        """
+        if not all(0 <= tap < len(self.layers) for tap in taps):
+            raise UsageError(f"taps are layers, 0 to {len(self.layers) - 1} in this target, got {list(taps)}")
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)[None]
         positions = torch.arange(tokens.shape[1], device=self.device)
         hidden, features = self(tokens, None, Window(positions, positions), taps)

@@ -19,8 +19,7 @@ from minicast.prompts import Prompt, Question
 from minicast.subject import load_random_head
 from model import load_draft, load_target, load_tokenizer
 from model.errors import UsageError, UserError
-from test_run import write_byte_tokenizer
-from tiny import write_tiny_draft, write_tiny_target
+from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 ARMS = [Arm("ar"), Arm("dflash"), Arm("cast", 7)]
 

@@ -311,6 +311,36 @@ def test_one_decoder_serves_many_requests_like_fresh_ones(models):
     check(short + out.token_ids + [7, 8])
 
 
+@pytest.mark.parametrize("body", BODIES)
+def test_the_prefix_outlives_the_growth_of_the_caches(body):
+    """Every turn of a conversation needs more room than the last; caches made anew would prefill it all again."""
+    target, draft = tiny_target(context=1024), tiny_draft(context=1024)
+    decoder = Decoder(target, draft, max_length=64, attention=body)
+    rows, prompt, slots = [], prompt_of(20), 0
+    hook = target.register_forward_pre_hook(lambda module, arguments: rows.append(arguments[0].shape[1]))
+    for turn in range(3):
+        assert turn == 0 or prompt[: decoder.state.prefix] == decoder.state.cached_ids
+        kept = decoder.state.prefix
+        rows.clear()
+        out = decoder.generate(prompt, width=7, max_new_tokens=9)
+        assert out.reused == kept and rows[0] == len(prompt) - kept and decoder.state.slots > slots
+        assert out.token_ids == autoregressive(target, prompt, 9).token_ids
+        fresh = Decoder(target, draft, attention=body)
+        assert out.round_lengths == fresh.generate(prompt, width=7, max_new_tokens=9).round_lengths
+        P = decoder.state.prefix
+        for ours, theirs in zip(caches(decoder.state, P), caches(fresh.state, P)):
+            assert torch.allclose(ours, theirs, atol=1e-4)
+        slots = decoder.state.slots
+        prompt = prompt + out.token_ids + prompt_of(150, turn)
+    hook.remove()
+
+
+def caches(state, P):
+    """What the first P positions have in them: the target's keys and values, the drafter's, the features."""
+    drafted = min(P, state.drafted)
+    return state.target_cache.data[..., :P, :], state.draft_cache.data[..., :drafted, :], state.features[:, :P]
+
+
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_the_length_limit_is_exact(block_size):
     """The last round usually accepts more than there is room for."""
@@ -477,6 +507,18 @@ def test_requests_that_cannot_be_served_are_usage_errors(models):
             decoder.generate(prompt_of(5), max_new_tokens=4, **options)
     with pytest.raises(UsageError, match="vocabulary"):
         decoder.generate([5, VOCABULARY], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("stop_ids", [5, None, 2.0, "2"])
+def test_stop_ids_that_are_no_sequence_are_a_usage_error(models, stop_ids):
+    """One id in place of a sequence fails only in the middle of the answer, in words about iteration."""
+    decoder = Decoder(*models)
+    with pytest.raises(UsageError, match="stop_ids must be a collection of token ids, got") as error:
+        decoder.generate(prompt_of(5), max_new_tokens=4, stop_ids=stop_ids)
+    assert "\n" not in str(error.value)
+    stop = decoder.generate(prompt_of(5), max_new_tokens=4).token_ids[2]
+    for kind in (list, set, tuple):
+        assert decoder.generate(prompt_of(5), stop_ids=kind([stop])).stop_reason == "eos"
 
 
 def test_a_head_that_does_not_fit_is_refused():

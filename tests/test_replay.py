@@ -17,8 +17,7 @@ from minicast.decode import Decoder
 from minicast.replay import Drafts, Recording, Replayable, Shape, Step, needed
 from minicast.tree import best_first_tree, chain_tree
 from model import load_draft, load_target, train_data
-from test_run import write_byte_tokenizer
-from tiny import write_tiny_draft, write_tiny_target
+from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 VOCABULARY, DEPTH, TOKENS = 12, 7, 40
 WIDTHS = (1, 3, 15, 63, 127)

@@ -18,30 +18,12 @@ from graphs.masks import BODIES
 from minicast import command, probe
 from minicast.decode import Decoder, Output, Round
 from minicast.methods import METHODS
-from minicast.terminal import DIM, GREEN, PLAIN, RESET, Answer, Screen, tree_lines
+from minicast.terminal import DIM, GREEN, PLAIN, RESET, Answer, Screen, show_answer, tree_lines
 from minicast.tree import Tree
 from model import load_draft, load_target, load_tokenizer
-from tiny import write_tiny_draft, write_tiny_target
+from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 ROOT = Path(run.__file__).parent
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    "{% if enable_thinking %}<think>{% endif %}"
-)
-
-
-def write_byte_tokenizer(directory: Path) -> None:
-    """A tokenizer of 256 tokens, one a byte, with a chat template that shows all it is given."""
-    # Byte-level BPE writes each byte as one printable character: itself where it is one, else from 256 on.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []}
-    around = {"pre_tokenizer": byte_level, "decoder": byte_level}
-    tokenizer = {"version": "1.0", "added_tokens": [], **around, "model": model}
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +92,11 @@ def test_refuses_bad_values_before_loading(cli, monkeypatch, flag, values):
 
 
 @pytest.mark.parametrize(
-    "flags", [("--raw", "--system", "be brief"), ("--raw", "--enable-thinking"), ("--show-tree", "--json")]
+    "flags",
+    [
+        ("--raw", "--system", "be brief"), ("--raw", "--enable-thinking"), ("--show-tree", "--json"),
+        ("--explain-round", "--json"), ("--explain-round", "--show-tree"), ("--explain-round", "--compare"),
+    ],
 )
 def test_refuses_flags_that_would_be_ignored(cli, flags):
     status, _, err = cli(*flags)
@@ -289,6 +275,7 @@ def test_every_flag_has_a_spy():
     watched = {option for _, option, _ in DECODING} | {"attention", "prompt", "system", "enable_thinking"}
     watched |= {"raw", "model", "draft_model", "device", "dtype", "show_tree", "compare", "json", "help"}
     watched |= {"explain", "reprobe", "probe_full", "eager", "draft_vocabulary"}
+    watched |= {"chat", "explain_round"}  # in test_chat.py and test_narrate.py
     assert {action.dest for action in parser_actions()} == watched
 
 
@@ -449,10 +436,9 @@ def test_accepted_tokens_are_green_and_own_ones_plain(models, monkeypatch):
     decoder = Decoder(target, draft)
     monkeypatch.setattr(Decoder, "stream", lambda self, prompt_ids, **options: iter(rounds))
     stream = Tty()
-    arguments = run.parse_arguments(["-p", ""])
-    answer = run.decode_prompt(decoder, tokenizer, [1], arguments, {}, Screen(stream))
+    answer = show_answer(decoder, tokenizer, [1], {"method": "cast", "width": "auto"}, Screen(stream))
     assert stream.getvalue() == f"a{GREEN}bc{RESET}de\n"
-    assert answer.text == "abcde" and answer.accepted == [2, 0]
+    assert answer.text == "abcde" and answer.accepted == [2, 0] and answer.token_ids == [97, 98, 99, 100, 101]
 
 
 def test_unprintable_characters_are_replaced():

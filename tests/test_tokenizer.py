@@ -204,9 +204,14 @@ def test_short_prompts_are_no_errors_here(tmp_path):
 
 
 def test_text_that_is_no_unicode_is_refused_in_one_line(tmp_path):
-    """A terminal's undecodable byte arrives as half a surrogate pair, which no tokenizer takes."""
-    with pytest.raises(UserError, match="not valid Unicode at character 1"):
-        save(tmp_path).encode("a\udc80")
+    """A terminal's undecodable byte arrives as half a surrogate pair, which no tokenizer takes. Its place is counted
+    in what was given, not in what the template makes of it."""
+    tokenizer = save(tmp_path)
+    for encode in (tokenizer.encode, tokenizer.encode_chat, lambda text: tokenizer.encode_chat(text, system="be brief")):
+        with pytest.raises(UserError, match="^the prompt is not valid Unicode at character 2: pass it in UTF-8$"):
+            encode("a\udc80")
+    with pytest.raises(UserError, match="^the system prompt is not valid Unicode at character 3"):
+        tokenizer.encode_chat("fine", system="ab\udc80")
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from graphs.masks import BODIES
 from model import load_draft, load_target
+from model.errors import UsageError
 from model.linear import Linear
 from model.transformer import KVCache
 
@@ -31,6 +32,13 @@ def test_logits_and_every_layer_match_the_reference(name):
     assert close(logits, golden["logits"][0]) < TOLERANCE
     for layer, output in enumerate(features.unflatten(-1, (layers, -1)).unbind(1)):
         assert close(output, golden["layer_outputs"][layer, 0]) < TOLERANCE, f"layer {layer}"
+
+
+@pytest.mark.parametrize("taps", [(99,), (0, -1)])
+def test_a_tap_that_is_no_layer_is_a_usage_error(taps):
+    """A KeyError names a number and not what it is; Python's -1 would not be the last layer either."""
+    with pytest.raises(UsageError, match=r"taps are layers, 0 to \d+ in this target, got \["):
+        load_target(GOLDENS / "tiny-llama").score([1, 2, 3], taps=taps)
 
 
 @pytest.mark.parametrize("round_index", [0, 1])

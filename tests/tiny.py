@@ -10,6 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+TEMPLATE = (  # of a chat: shows all it is given
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if enable_thinking %}<think>{% endif %}"
+)
+
 
 def tiny_target_config(**changes) -> dict:
     """config.json of a LLaMA-family target: 2 layers, hidden 32, 4 heads on 2, head_dim 16 (not 32 / 4)."""
@@ -136,3 +141,17 @@ def write_tiny_draft(directory: Path, seed: int = 1, **changes) -> Path:
     """A random DFlash head for `write_tiny_target` on disk; `changes` go into its config.json."""
     config = tiny_draft_config(**changes)
     return write_checkpoint(directory, random_tensors(config, seed), config)
+
+
+def write_byte_tokenizer(directory: Path, template: str = TEMPLATE) -> None:
+    """A tokenizer of 256 tokens, one a byte, and a chat template."""
+    # Byte-level BPE writes each byte as one printable character: itself where it is one, else from 256 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []}
+    around = {"pre_tokenizer": byte_level, "decoder": byte_level}
+    tokenizer = {"version": "1.0", "added_tokens": [], **around, "model": model}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
