@@ -11,11 +11,15 @@ except ImportError:
 import torch
 
 
+def tiny(request) -> bool:
+    """Whether a test runs on tiny models alone."""
+    return not (request.node.get_closest_marker("real") or request.node.get_closest_marker("slow"))
+
+
 @pytest.fixture(autouse=True)
 def threads(request):
     """One thread for tiny models, on which two only wait for each other; all of them for real ones."""
-    real = request.node.get_closest_marker("real") or request.node.get_closest_marker("slow")
-    torch.set_num_threads(os.cpu_count() if real else 1)
+    torch.set_num_threads(1 if tiny(request) else os.cpu_count())
 
 
 @pytest.fixture(scope="session")
@@ -26,5 +30,22 @@ def session_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def cache(request, monkeypatch, session_cache):
     """What is measured or learned in tests on tiny models stays out of the user's cache."""
-    if not (request.node.get_closest_marker("real") or request.node.get_closest_marker("slow")):
+    if tiny(request):
         monkeypatch.setenv("MINICAST_CACHE", str(session_cache))
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(request, monkeypatch):
+    """Costs of tiny models are kept whatever else runs here, so that the second probe of a deployment is none.
+
+    Tests of that very check ask for `disturbable`.
+    """
+    if tiny(request) and "disturbable" not in request.fixturenames:
+        from minicast import probe
+
+        monkeypatch.setattr(probe.Timings, "steady", True)
+
+
+@pytest.fixture
+def disturbable():
+    """See `undisturbed`."""

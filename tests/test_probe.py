@@ -104,7 +104,7 @@ def test_slow_passes_are_repeated_less():
     ([40, 41, 40, 42, 41, 40, 40], 0.25, False),  # it is there all the time: an even fourth of a CPU
     ([40], 1.0, True),
 ], ids=["steady", "uneven", "starved", "one"])
-def test_a_disturbed_probe_is_noticed(times, share, steady):
+def test_a_disturbed_probe_is_noticed(disturbable, times, share, steady):
     """By the first pass's quartiles and by this thread's CPU time; other passes may differ as they like."""
     now, cpu, left = [0.0], [0.0], list(times)
 
@@ -122,7 +122,7 @@ def test_a_disturbed_probe_is_noticed(times, share, steady):
     assert found.worked == pytest.approx(share) and found.steady == steady
 
 
-def test_a_disturbed_probe_is_not_kept(target, draft, table):
+def test_a_disturbed_probe_is_not_kept(disturbable, target, draft, table):
     """It serves the run that made it, with one line; the next process measures again, and keeps what is steady."""
     ship(draft)
     table.spread = 2.0
@@ -139,7 +139,6 @@ def test_a_disturbed_probe_is_not_kept(target, draft, table):
     assert table.asked and list((draft.directory / "cache" / "costs").iterdir())
 
 
-@pytest.mark.filterwarnings("ignore:the probe was disturbed")
 @pytest.mark.parametrize("body", ["sdpa", "static"])
 def test_probe_measures_and_leaves_nothing_behind(target, draft, body):
     """Real clock: all figures are positive, ascending counts; the cached prefix is forgotten, never wrong."""

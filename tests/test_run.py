@@ -179,7 +179,6 @@ def test_explain_and_reprobe(cli, monkeypatch):
     probed = []
     measure = probe.measure
     monkeypatch.setattr(probe, "measure", lambda *known: probed.append(0) or measure(*known))
-    monkeypatch.setattr(probe.Timings, "steady", True)  # whatever else runs here
     few = ("--raw", "--max-new-tokens", "4")
     status, text, err = cli(*few, "--reprobe")
     assert status == 0 and len(probed) == 1 and "costs on" not in err
