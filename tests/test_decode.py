@@ -409,7 +409,7 @@ def test_a_long_prompt_prefills_in_chunks(monkeypatch):
     monkeypatch.setattr(round, "PREFILL_ROWS", 64)
     rows = []
     target.register_forward_pre_hook(lambda module, arguments: rows.append(arguments[0].shape[1]))
-    chunked = Decoder(target, draft).generate(prompt, max_new_tokens=20).token_ids
+    chunked = Decoder(target, draft).generate(prompt, width=7, max_new_tokens=20).token_ids
     assert chunked == whole
     assert max(rows) == 64 and sum(rows[:11]) == 700
 
