@@ -16,7 +16,7 @@ from model import load_draft, load_target, load_tokenizer
 GOLDENS = Path(__file__).parent / "goldens"
 GREEDY = json.loads((GOLDENS / "smollm2-greedy.json").read_text())
 ACCEPTANCE = json.loads((GOLDENS / "smollm2-acceptance.json").read_text())["prompts"]
-FIRST_HEAD = "smollm2"  # the head that the reference acceptance was recorded with
+FIRST_HEAD = GOLDENS / "smollm2-first-head"  # the head that the reference acceptance was recorded with
 STOP = (2,)
 MORE_PROMPTS = [
     "Rewrite this sentence in the passive voice: The cat chased the mouse.",
