@@ -32,50 +32,82 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from model.errors import UserError
+from model.linear import FEW_ROWS, streamed_product
 from model.transformer import Layer
 
 WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the recorded one will
+ROWS = (1, 4, 8, FEW_ROWS)  # that products of few rows are compiled for
 MAX_GRAPHS = 64  # kept at once: a request's few, for several widths and ways of sampling
+
+
+# On a CPU a product is a loop over its weights that the compiler writes itself, see `model.linear`. Multiplying and
+# adding is one instruction there, and what the loop reads for each row of the weights is computed before it, once:
+# left to itself, Inductor repeats the norm before a product in every turn.
+CPU_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}
 
 
 class CompiledLayer:
     """Runs any layer of a target or a drafter, compiled once for each shape of a pass: `Window.layer`.
 
-    All layers of a model are one function with other weights, so that the first compiles for all of them.
-    Passes over the live slice have a new shape each time: the second leaves the sizes open that changed.
-    Where compiling fails, for want of a compiler mostly, there is one warning, and layers run as they are
-    written.
+    All layers of a model are one function with other weights, so that the first compiles for all of them. Passes over
+    the live slice leave the number of slots open, and are compiled for each number of rows.
+
+    Args:
+        required: compiling was asked for: that it fails is an error. Otherwise there is one warning, and layers run
+            as they are written.
+        backend: of torch.compile
     """
 
-    def __init__(self, backend: str | Callable = "inductor"):
+    def __init__(self, required: bool = True, backend: str | Callable = "inductor"):
         # Beyond the limit, shapes would silently run as they are written.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        self.many = torch.compile(Layer.forward, fullgraph=True, dynamic=False, backend=backend)
-        self.one = self.many
-        if backend == "inductor":
-            # With one row a generated kernel streams the weight faster than cuBLAS does.
-            options = {"coordinate_descent_tuning": True}
-            self.one = torch.compile(Layer.forward, fullgraph=True, dynamic=False, options=options)
-        self.open = torch.compile(Layer.forward, fullgraph=True, backend=backend)
-        self.failed = False
+        self.required, self.backend, self.failed = required, backend, False
+        self.many = self._compile(Layer.forward, dynamic=False)
+        # With one row a generated kernel streams the weight faster than cuBLAS does.
+        self.one = self._compile(Layer.forward, {"coordinate_descent_tuning": True}, dynamic=False)
+        self.open = self._compile(Layer.forward, CPU_OPTIONS, dynamic=True)
+        self.product = self._compile(streamed_product, CPU_OPTIONS, dynamic=False)
 
     def __call__(self, layer: Layer, x: Tensor, rope: tuple[Tensor, Tensor], cache, window) -> Tensor:
         """As `Layer.forward`: x (B, T, H) -> (B, T, H)."""
+        compiled = self.open if window.live is not None else self.one if x.shape[1] == 1 else self.many
+        return self._run(compiled, Layer.forward, layer, x, rope, cache, window)
+
+    def few_rows(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`streamed_product` of a product outside layers; padded, so that few numbers of rows are compiled."""
+        rows = next(count for count in ROWS if count >= len(x))
+        padded = F.pad(x, (0, 0, 0, rows - len(x)))
+        return self._run(self.product, streamed_product, padded, weight)[: len(x)]
+
+    def _compile(self, function: Callable, options: dict | None = None, **how) -> Callable:
+        def inductor(graph, inputs):
+            from torch._inductor.compile_fx import compile_fx  # takes a second, which others need not wait
+
+            with tqdm(total=1, desc="compile", leave=False, disable=None):
+                return compile_fx(graph, inputs, config_patches=options)
+
+        backend = inductor if self.backend == "inductor" else self.backend
+        return torch.compile(function, fullgraph=True, backend=backend, **how)
+
+    def _run(self, compiled: Callable, plain: Callable, *arguments) -> Tensor:
         if self.failed:
-            return layer(x, rope, cache, window)
-        run = self.open if window.live is not None else self.one if x.shape[1] == 1 else self.many
+            return plain(*arguments)
         try:
-            return run(layer, x, rope, cache, window)
+            return compiled(*arguments)
         except torch._dynamo.exc.RecompileError:
             raise
         except torch._dynamo.exc.TorchDynamoException as error:
-            self.failed = True
             reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"cannot compile, so layers run uncompiled and slower: {reason}", stacklevel=2)
-            return layer(x, rope, cache, window)
+            if self.required:
+                raise UserError(f"cannot compile: {reason}; install a C++ compiler, or do not compile") from error
+            self.failed = True
+            warnings.warn(f"cannot compile, so layers run uncompiled and slower: {reason}", stacklevel=3)
+            return plain(*arguments)
 
 
 def to_host(values: Tensor) -> Tensor:

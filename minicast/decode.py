@@ -22,7 +22,7 @@ from graphs.capture import CompiledLayer, CudaRecorder, Graphs
 from graphs.masks import BODIES
 from minicast.methods import METHODS, Method, Proposal, best_first, chain, no_tree
 from minicast.round import (
-    BUCKETS, FAULTS, MAX_ROWS, PREFILL_ROWS, Request, Settled, State, prefill, propose, read_features, settle,
+    FAULTS, MAX_ROWS, PREFILL_ROWS, Request, Settled, State, prefill, propose, read_features, settle,
 )
 from minicast.sampling import SamplingParams
 from minicast.tree import Tree
@@ -31,7 +31,7 @@ from minicast.width import MAX_WIDTH, UNINFORMED, FixedWidth, clamp_width
 from model.config import check_pair
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.transformer import Target
+from model.transformer import Target, lay_out
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ class Decoder:
             draft can run
         max_length: positions that static caches hold at first; caches grow with the request
         compile: compile the layers and, on CUDA, replay rounds from graphs; None: on CUDA only, where the
-            attention allows it
+            attention allows it. On a CPU this changes how the models hold their weights; the next answer of a
+            decoder that does not compile changes it back
         attention: "sdpa" (live slice, the default where no graphs are used), "static" (whole cache under an
             explicit mask, padded shapes) or "flex" (FlexAttention, the default for graphs)
 
@@ -174,7 +175,7 @@ class Decoder:
         self, target: Target, draft: DraftHead | None = None, max_length: int = 4096, compile: bool | None = None,
         attention: str | None = None,
     ):
-        cuda = target.device.type == "cuda"
+        cuda, asked = target.device.type == "cuda", compile is True
         compile = cuda and attention != "sdpa" if compile is None else compile
         name = attention or ("flex" if cuda and compile else "sdpa")
         if name not in BODIES:
@@ -189,7 +190,7 @@ class Decoder:
                     f"at most {MAX_ROWS}, and the target's {target.dtype}"
                 )
         self.target, self.draft, self.max_length = target, draft, max_length
-        self.state = State(target, draft, BODIES[name](CompiledLayer() if compile else None))
+        self.state = State(target, draft, BODIES[name](CompiledLayer(required=asked) if compile else None))
         self.graphs = Graphs(CudaRecorder(target.device)) if cuda and compile else None
         self.output = Output()
         self.deployment = None  # costs and masses, known once a width has to be chosen: `minicast.probe.Deployment`
@@ -322,7 +323,13 @@ class Decoder:
         return state.prefix
 
     def _reserve(self, positions: int) -> None:
-        """Room for an answer that ends at `positions`; static caches have few sizes, so that they seldom grow."""
+        """Room for an answer that ends at `positions`; static caches have few sizes, so that they seldom grow.
+
+        Also the moment to lay out the weights, which another decoder on the same target may have done its own way.
+        """
+        layer = self.state.body.layer
+        for model in filter(None, (self.target, self.draft)):
+            lay_out(model, layer and layer.few_rows)
         if self.state.static:
             positions = min(1 << (max(positions, self.max_length) - 1).bit_length(), self.target.context)
         if self.state.reserve(positions) and self.graphs:
@@ -366,7 +373,7 @@ class Decoder:
     def _rows(self, tree: Tree) -> int:
         """Packed rows that this round runs: those of the tree, or of the bucket that holds it."""
         n = tree.width + 1
-        return next(bucket for bucket in BUCKETS if bucket >= n) if self.state.static else n
+        return next((bucket for bucket in self.state.buckets if bucket >= n), n)
 
     def _clock(self) -> float:
         """Seconds, with the device caught up (paper, Appendix D)."""

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from minicast.curve import MassCurve
 from minicast.decode import Decoder, Options
 from minicast.machine import processor
-from minicast.round import BUCKETS, MAX_ROWS, Request
+from minicast.round import MAX_ROWS, Request
 from minicast.tree import Tree
 from minicast.width import (
     FIT_FROM, MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, RoundWidth, best_drafted,
@@ -79,12 +79,12 @@ class Costs:
         narrow, wide = PROPOSED
         return max(self.propose_ms[1] - self.propose_ms[0], 0.0) * (N - narrow) / (wide - narrow)
 
-    def model(self, static: bool) -> CostModel:
-        return CostModel.fit(self.packed, self.settle_ms, BUCKETS if static else ())
+    def model(self, buckets: Sequence[int] = ()) -> CostModel:
+        return CostModel.fit(self.packed, self.settle_ms, buckets)
 
-    def times(self, static: bool) -> list[float]:
+    def times(self, buckets: Sequence[int]) -> list[float]:
         """l(N) for N from 0, AR, to the widest measured."""
-        return round_times(self.model(static), self.packed[-1] - 1, self.draft_ms, self.overhead_ms)
+        return round_times(self.model(buckets), self.packed[-1] - 1, self.draft_ms, self.overhead_ms)
 
 
 @dataclass(frozen=True)
@@ -194,14 +194,14 @@ def measure(
 
     positions: what the request needs, so that caches do not grow again after the probe
     """
-    asked = BUCKETS if decoder.state.static else ASKED
+    asked = decoder.state.buckets or ASKED
     first = [n for n in asked if n <= ASKED_FIRST]
     passes = Passes(decoder, prefix, positions)
     try:
         if known is None:
             known = passes.costs(first)
         for n in asked:
-            if n > known.packed[-1] and wants_more(known, masses, decoder.state.static):
+            if n > known.packed[-1] and wants_more(known, masses, decoder.state.buckets):
                 found = passes.measure({n: lambda: passes.settle(n)})
                 known = replace(
                     known, packed=(*known.packed, n), settle_ms=(*known.settle_ms, found.ms[n]),
@@ -212,11 +212,11 @@ def measure(
     return known
 
 
-def wants_more(costs: Costs, masses: Sequence[float], static: bool) -> bool:
+def wants_more(costs: Costs, masses: Sequence[float], buckets: Sequence[int]) -> bool:
     """Whether the best drafted width lies at or beyond the end of what was measured."""
     if costs.packed[-1] >= MAX_ROWS or len(masses) < costs.packed[-1]:
         return False
-    times = round_times(costs.model(static), len(masses), costs.draft_ms, costs.overhead_ms)
+    times = round_times(costs.model(buckets), len(masses), costs.draft_ms, costs.overhead_ms)
     return best_drafted(masses, times) >= costs.packed[-1] - 1
 
 
@@ -324,7 +324,7 @@ class Deployment:
         if width == "auto" and decision and decision.width == 0:
             return FixedWidth(0)
         self.back_off.begin()
-        times = costs.times(self.decoder.state.static)
+        times = costs.times(self.decoder.state.buckets)
         if width == "auto" and decision:
             return AutoWidth(decision.width, times, self.back_off)
         rate = max(decision.tokens_per_second.values()) / 1e3 if decision else 1.0 / times[0]
@@ -338,7 +338,7 @@ class Deployment:
         key = cost_key(decoder, prefix)
         path = cache_directory() / "costs" / f"{digest(key)}.json"
         known = None if reprobe else self.costs.get(prefix) or read_costs(path, key)
-        if known is None or wants_more(known, self.known_masses, decoder.state.static):
+        if known is None or wants_more(known, self.known_masses, decoder.state.buckets):
             known = measure(decoder, prefix, prompt_tokens + new_tokens, self.known_masses, known)
             if known.steady:
                 write_json(path, {"key": key, "costs": asdict(known)})
@@ -352,7 +352,7 @@ class Deployment:
         """The paper's probe; nothing of it is kept, widths go on following the short one."""
         prefix = min(prefix, self.decoder.target.context)
         costs = paper_probe(self.decoder, prefix)
-        cost = costs.model(self.decoder.state.static)
+        cost = costs.model(self.decoder.state.buckets)
         return FullProbe(
             device_name(self.decoder), prefix, cost.packed, cost.milliseconds, cost.slope, cost.intercept,
             *costs.propose_ms, costs.steady, self.decision(costs),
@@ -367,7 +367,7 @@ class Deployment:
         """The rule on the mass curve; None while the curve is young."""
         if not self.known_masses:
             return None
-        cost = costs.model(self.decoder.state.static)
+        cost = costs.model(self.decoder.state.buckets)
         chain = self.curve.chain_accepted or self.curve.chain_masses
         return decide(self.known_masses, cost, costs.draft_ms, costs.overhead_ms, chain, self.curve.accepted)
 
@@ -444,7 +444,7 @@ def read_costs(path: Path, key: dict) -> Costs | None:
         if values["key"] != key:
             return None
         costs = Costs(*(tuple(values["costs"][name]) for name in ("packed", "settle_ms", "propose_ms")))
-        costs.model(static=False)  # refuses what is no measurement
+        costs.model()  # refuses what is no measurement
         return costs if len(costs.propose_ms) == len(PROPOSED) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

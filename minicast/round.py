@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from graphs.capture import to_host
+from graphs.capture import ROWS, to_host
 from graphs.masks import CAUSAL, EVERYTHING, TILE
 from minicast.methods import Method, Proposal, no_tree
 from minicast.sampling import SamplingParams
@@ -30,6 +30,7 @@ from model.transformer import KVCache, Target, Window
 
 MAX_ROWS = MAX_WIDTH + 1  # packed rows of the widest tree
 BUCKETS = (1, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # packed rows that static rounds are padded to
+COMPILED_BUCKETS = tuple(sorted({*ROWS, *BUCKETS}))  # and compiled ones that are not static
 PREFILL_ROWS = 512  # prompt positions a pass: bounds the memory of a long prompt
 FAULTS = {  # what a round reports in place of the next token
     -1: "the target gave non-finite logits; try --dtype float32, or check the checkpoint",
@@ -76,7 +77,7 @@ class State:
             bool, the pack: row 0 is the root, parents are packed rows, a padding row is its own parent and sees
             only itself; written by `pack`, read by `settle`
         cached_ids: token ids of the committed positions, for reuse by a prompt that starts with them
-        static: shapes are padded and nothing below reads a host value that changes from round to round
+        static: nothing below reads a host value that changes from round to round
     """
 
     def __init__(self, target: Target, draft: DraftHead | None, body):
@@ -95,6 +96,11 @@ class State:
         self.visible = torch.eye(MAX_ROWS, dtype=torch.bool, device=device)
         self.slots = 0
         self.reset()
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Packed rows that rounds are padded to, ascending; none: a round runs as many as it has."""
+        return BUCKETS if self.static else COMPILED_BUCKETS if self.body.layer else ()
 
     def reset(self) -> None:
         """Forget the cached prefix, and free the caches, unless graphs may hold their addresses."""
@@ -215,7 +221,7 @@ def pack(state: State, tree: Tree) -> None:
     real = tree.log_mass > -torch.inf  # a static builder may have found fewer nodes than it had room for
     state.parents[1:n] = torch.where(real, tree.parents + 1, rows[1:n])
     state.visible[:n, :n] = tree.ancestors()
-    if state.static:  # padding rows see themselves alone, at b's position
+    if state.buckets:  # padding rows see themselves alone, at b's position
         state.parents[n:] = rows[n:]
         state.depths[n:].zero_()
         state.visible[n:] = torch.eye(MAX_ROWS, dtype=torch.bool, device=rows.device)[n:]

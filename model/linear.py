@@ -1,19 +1,23 @@
 """The one linear layer of the model, and how its weights are held once loaded.
 
-On a CPU a decoding step is a few rows against every weight, so time is the bytes of weights streamed.
-Published checkpoints store 16 bits a weight; holding 32 doubles the stream for nothing. `pack` therefore
-stores a float32 layer in 16 bits where that loses nothing, in the layout of the half-precision FBGEMM kernel,
-which widens each weight back to float32 as it streams: products and sums are float32, the weights are the
-checkpoint's own. Half precision has a narrower exponent than bfloat16, so weights are first scaled by a power
-of two, which is undone on the input and is exact. A layer that does not survive the round trip bit for bit
-keeps float32 weights, in oneDNN's blocked layout.
+On a CPU a decoding step is a few rows against every weight, so time is the bytes of weights streamed. Published
+checkpoints store 16 bits a weight; holding 32 doubles the stream for nothing. Where 16 bits lose nothing, a float32
+layer therefore holds them in one of two layouts; each weight is widened as it streams, and products and sums are
+float32. Nothing holds both at once.
+
+- `pack`, what a loaded model has: the layout of the half-precision FBGEMM kernel, which needs no compiler. Half
+  precision has a narrower exponent than bfloat16, so weights are first scaled by a power of two, which is undone on
+  the input and is exact. A layer that does not survive the round trip bit for bit keeps float32 weights, in oneDNN's
+  blocked layout.
+- `unpack`, what compiled layers read: rows of bfloat16 or half precision, and for a few input rows
+  `streamed_product`, of which a compiler makes one loop over the weights.
 
 It does not train: a packed layer has no `weight` any more.
 """
 
 import math
-from itertools import count
-from weakref import WeakValueDictionary
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +27,15 @@ HALF_TOP = 14  # largest weight is scaled into [2^14, 2^15): half precision over
 
 SLICE = 4096  # rows checked at a time, so that the check needs little memory beside the weights
 
+FEW_ROWS = 16  # input rows up to which a compiled product is bound by the weights it streams
+ACCUMULATORS = 8  # sums that a streamed product keeps in registers
+
 
 class Linear(nn.Module):
     """y = x Wᵀ + bias.
 
     Attributes:
-        weight: (out_features, in_features), None once packed
+        weight: (out_features, in_features), None while packed
         bias: (out_features,) or None
     """
 
@@ -37,59 +44,95 @@ class Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self.product = None  # set by pack(): (…, in_features) -> (…, out_features)
-        self.handle = None  # set by pack(): () int64, names this layer to `packed_product`
-        self.packed_bytes = 0
+        self.packed: Packed | None = None
+        self.few_rows: Callable | None = None  # once unpacked: the product of a few rows outside compiled code
 
     def forward(self, x: Tensor) -> Tensor:
         """x (…, in_features) -> (…, out_features)."""
-        if self.product is None:
+        if self.packed is not None:
+            y = self.packed.product(x)
+        elif self.few_rows is None:
             return F.linear(x, self.weight, self.bias)
-        if torch.compiler.is_compiling():
-            return torch.ops.minicast.packed_product(x, self.handle, self.out_features)
-        return self.product(x)
+        elif x.numel() > FEW_ROWS * self.in_features:
+            y = F.linear(x, self.weight.to(x.dtype))
+        else:
+            product = streamed_product if torch.compiler.is_compiling() else self.few_rows
+            y = product(x.reshape(-1, self.in_features), self.weight).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
 
     def pack(self) -> None:
-        """Replace `weight` by the fastest layout for a few rows; float32 on a CPU only, elsewhere nothing
-        happens."""
+        """Replace `weight` by the fastest layout for a few rows without a compiler; float32 on a CPU only, elsewhere
+        nothing happens."""
         weight = self.weight
         if weight.device.type != "cpu" or weight.dtype != torch.float32:
             return
-        product = _half_product(weight, self.bias) or _blocked_product(weight, self.bias)
-        if product is None:
-            return
-        self.product, bytes_per_weight = product
-        self.handle = torch.tensor(next(_HANDLES))
-        _PACKED[int(self.handle)] = self
-        self.packed_bytes = weight.numel() * bytes_per_weight
-        self.weight = None
+        self.packed = _half_packed(weight) or _blocked_packed(weight)
+        if self.packed is not None:
+            self.weight = None
+
+    def unpack(self, few_rows: Callable[[Tensor, Tensor], Tensor], weight: Tensor | None = None) -> None:
+        """Replace the packed weights, if they are, by rows, in 16 bits where that loses nothing.
+
+        few_rows: `streamed_product`, compiled
+        weight: the rows, where somebody holds them already
+        """
+        if self.packed is not None:
+            weight = narrow(self.packed.weight()) if weight is None else weight
+            self.weight = nn.Parameter(weight, requires_grad=False)
+            self.packed, self.few_rows = None, few_rows
+
+    def repack(self) -> None:
+        """Undo `unpack`."""
+        if self.few_rows is not None:
+            self.weight, self.few_rows = nn.Parameter(self.weight.float(), requires_grad=False), None
+            self.pack()
 
     def weight_bytes(self) -> int:
         """Bytes that one product streams."""
-        return self.packed_bytes if self.weight is None else self.weight.numel() * self.weight.element_size()
+        return self.packed.bytes if self.weight is None else self.weight.numel() * self.weight.element_size()
 
 
-# A compiler cannot look into a packed layout, nor take it as an input; one layer compiled for all takes the
-# layer's number instead, which this operator looks up.
-_HANDLES, _PACKED = count(), WeakValueDictionary()
-_LIBRARY = torch.library.Library("minicast", "DEF")
-_LIBRARY.define("packed_product(Tensor x, Tensor handle, int out_features) -> Tensor")
+def narrow(weight: Tensor) -> Tensor:
+    """weight (N, K) float32 in 16 bits, where a 16-bit type holds it bit for bit."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(rows.to(dtype).float(), rows) for rows in weight.split(SLICE)):
+            return weight.to(dtype)
+    return weight
 
 
-@torch.library.impl(_LIBRARY, "packed_product", "CPU")
-def packed_product(x: Tensor, handle: Tensor, out_features: int) -> Tensor:
-    """x (…, in_features) -> (…, out_features), by the packed layer of that number."""
-    return _PACKED[handle.item()].product(x)
+def streamed_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x (M, K) float32, M ≤ FEW_ROWS, weight (N, K) of any width -> x weightᵀ (M, N). To be compiled.
+
+    Each row of x and each of a few equal parts of the weight is a sum of its own over K, over the same range: that is
+    what makes Inductor fuse them in one loop, where a weight is loaded and widened once for all rows, and the sums
+    stay in registers. The parts are there because one stream of weights at a time leaves half of a core's bandwidth
+    unused.
+    """
+    rows, products = x.as_strided(x.shape, x.stride()).unbind(), []
+    for first in range(0, len(rows), ACCUMULATORS):
+        together = rows[first : first + ACCUMULATORS]
+        parts = weight.unflatten(0, (math.gcd(len(weight), ACCUMULATORS // len(together)), -1))
+        products += [torch.cat([(row * part.float()).sum(-1) for part in parts]) for row in together]
+    return torch.stack(products)
 
 
-@torch.library.impl(_LIBRARY, "packed_product", "Meta")
-def _packed_shape(x: Tensor, handle: Tensor, out_features: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
+@dataclass(frozen=True)
+class Packed:
+    """Weights (N, K) in a layout that one kernel alone can read.
+
+    Attributes:
+        product: x (…, K) float32 -> (…, N), without a bias
+        weight: () -> the weights (N, K) float32, as they were
+        bytes: that a product streams
+    """
+
+    product: Callable[[Tensor], Tensor]
+    weight: Callable[[], Tensor]
+    bytes: int
 
 
-def _half_product(weight: Tensor, bias: Tensor | None):
-    """The product over 16-bit weights and its bytes a weight; None where 16 bits lose something or FBGEMM is
-    absent."""
+def _half_packed(weight: Tensor) -> Packed | None:
+    """In 16 bits, for FBGEMM; None where 16 bits lose something or FBGEMM is absent."""
     if torch.backends.quantized.engine not in ("fbgemm", "x86"):
         return None
     largest = float(torch.stack(weight.aminmax()).abs().max())  # aminmax: no copy of the weights
@@ -102,21 +145,25 @@ def _half_product(weight: Tensor, bias: Tensor | None):
             break
     else:
         return None
-    scaled = weight if shift == 0 else weight * scale
-    packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
+    packed = torch.ops.quantized.linear_prepack_fp16(weight if shift == 0 else weight * scale, None)
 
     def product(x: Tensor) -> Tensor:
-        y = torch.ops.quantized.linear_dynamic_fp16(x if shift == 0 else x * (1.0 / scale), packed)
-        return y if bias is None else y + bias
+        return torch.ops.quantized.linear_dynamic_fp16(x if shift == 0 else x * (1.0 / scale), packed)
 
-    return product, 2
+    def unpacked() -> Tensor:
+        return torch.ops.quantized.linear_unpack_fp16(packed)[0].mul_(1.0 / scale)
+
+    return Packed(product, unpacked, 2 * weight.numel())
 
 
-def _blocked_product(weight: Tensor, bias: Tensor | None):
-    """The product over float32 weights in oneDNN's blocked layout and its bytes a weight; None without
-    oneDNN."""
+def _blocked_packed(weight: Tensor) -> Packed | None:
+    """In float32, in oneDNN's blocked layout; None without oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return None
     rows = 8  # the layout is chosen for so many input rows: a small tree; it serves any number
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
-    return (lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")), 4
+
+    def product(x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+    return Packed(product, packed.to_dense, 4 * weight.numel())

@@ -277,3 +277,15 @@ class Target(nn.Module):
         positions = torch.arange(tokens.shape[1], device=self.device)
         hidden, features = self(tokens, None, Window(positions, positions), taps)
         return self.logits(hidden)[0], None if features is None else features[0]
+
+
+def lay_out(model: nn.Module, few_rows: Callable | None) -> None:
+    """Unpack the linear layers of a target or a drafter for compiled code; without `few_rows`, pack what was unpacked.
+
+    See `model.linear`. A tied LM head shares its rows with the embedding table once more.
+    """
+    if few_rows and isinstance(model, Target) and model.config.tied:
+        model.lm_head.unpack(few_rows, model.embed_tokens.weight)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.unpack(few_rows) if few_rows else module.repack()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from model.config import read_json
 from model.errors import UserError
-from model.linear import Linear
+from model.linear import Linear, narrow
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -115,7 +115,7 @@ def load_weights(
 def _finish_embedding(target: nn.Module, tied: bool, pack: bool) -> None:
     """Lend the filled table (V, H) to a tied LM head, then narrow the table where nothing shares it.
 
-    A lookup needs no float32: published weights are bfloat16, and half the bytes hold them. A packed LM head
+    A lookup needs no float32: published weights have 16 bits, and half the bytes hold them. A packed LM head
     has its own layout, so it stops sharing.
     """
     table = target.embed_tokens.weight
@@ -124,9 +124,7 @@ def _finish_embedding(target: nn.Module, tied: bool, pack: bool) -> None:
         if pack:
             target.lm_head.pack()
     if table.dtype == torch.float32 and table.device.type == "cpu" and target.lm_head.weight is not table:
-        narrow = table.bfloat16()
-        if torch.equal(narrow.float(), table):
-            target.embed_tokens.weight = nn.Parameter(narrow, requires_grad=False)
+        target.embed_tokens.weight = nn.Parameter(narrow(table), requires_grad=False)
 
 
 def _places(module: nn.Module) -> dict[str, Place]:

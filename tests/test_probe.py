@@ -228,8 +228,8 @@ def test_overhead_is_a_line_between_two_widths():
     costs = Costs((1, 16), (10.0, 12.0), (4.0, 4.0 + 1.26))
     assert costs.draft_ms == 4.0
     assert [costs.overhead_ms(N) for N in (1, 64, 127)] == pytest.approx([0, 0.63, 1.26])
-    assert costs.times(static=False)[0] == 10.0
-    assert costs.times(static=False)[15] == pytest.approx(12 + 4 + 0.14)
+    assert costs.times(())[0] == 10.0
+    assert costs.times(())[15] == pytest.approx(12 + 4 + 0.14)
 
 
 # Mass curves
