@@ -66,6 +66,7 @@ class CompiledLayer:
     def __init__(self, required: bool = True, backend: str | Callable = "inductor"):
         # Beyond the limit, shapes would silently run as they are written.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        torch._dynamo.config.specialize_float = True  # epsilon is a constant, where sizes are open too
         self.required, self.backend, self.failed = required, backend, False
         self.many = self._compile(Layer.forward, dynamic=False)
         # With one row a generated kernel streams the weight faster than cuBLAS does.

@@ -29,6 +29,7 @@ SLICE = 4096  # rows checked at a time, so that the check needs little memory be
 
 FEW_ROWS = 16  # input rows up to which a compiled product is bound by the weights it streams
 ACCUMULATORS = 8  # sums that a streamed product keeps in registers
+STREAMS = 4  # places at which it reads the weights at a time
 
 
 class Linear(nn.Module):
@@ -111,7 +112,7 @@ def streamed_product(x: Tensor, weight: Tensor) -> Tensor:
     rows, products = x.as_strided(x.shape, x.stride()).unbind(), []
     for first in range(0, len(rows), ACCUMULATORS):
         together = rows[first : first + ACCUMULATORS]
-        parts = weight.unflatten(0, (math.gcd(len(weight), ACCUMULATORS // len(together)), -1))
+        parts = weight.unflatten(0, (math.gcd(len(weight), min(STREAMS, ACCUMULATORS // len(together))), -1))
         products += [torch.cat([(row * part.float()).sum(-1) for part in parts]) for row in together]
     return torch.stack(products)
 
