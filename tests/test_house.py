@@ -41,6 +41,14 @@ def test_run_stays_short():
     assert code_lines(ROOT / "run.py") < 250
 
 
+def test_the_path_of_a_token_stays_short():
+    """All that runs between a prompt's ids and the text. It is to be read over lunch, so it may shrink, not grow."""
+    rooms = ("round", "decode", "methods", "tree", "verify", "sampling")
+    files = [ROOT / "run.py", *(ROOT / "minicast" / f"{room}.py" for room in rooms), *(ROOT / "graphs").glob("*.py")]
+    files += [ROOT / "model" / f"{room}.py" for room in ("transformer", "linear", "dflash", "weights", "config")]
+    assert sum(map(code_lines, files)) <= 1850
+
+
 def test_rooms_import_one_way():
     """`model` knows no decoder and no graphs; trees, walk, sampling and width know neither model nor graphs."""
     for path in SOURCES:
