@@ -44,6 +44,22 @@ def test_block_runs(block, tmp_path):
     assert done.stdout.strip()
 
 
+SAMPLES = re.findall(r"```sh\n([^`]*?)```\n+```\n(.*?)```", README, re.DOTALL)  # (commands, what the last prints)
+VARIES = re.compile(r"tok/s|MB at peak")  # times and memory are the machine's
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("commands, sample", SAMPLES, ids=range(len(SAMPLES)))
+def test_sample_is_what_the_command_prints(commands, sample, tmp_path):
+    """All of it but times and memory: the text, the rounds, the tree, the walk."""
+    arguments = shlex.split(commands.splitlines()[-1])[1:]
+    done = run([sys.executable, str(ROOT / arguments[0]), *arguments[1:]], tmp_path)
+    printed = (done.stdout + done.stderr).splitlines()
+    assert len(SAMPLES) >= 3 and sample.strip()
+    for line in sample.splitlines():
+        assert VARIES.search(line) or line in printed, line
+
+
 def runnable() -> list[str]:
     return [line for line in COMMANDS if not line.endswith(ELSEWHERE) and not line.startswith(INSTALL_AND_TEST)]
 
