@@ -69,7 +69,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
     group.add_argument("--attention", choices=("sdpa", "static", "flex"),
                        help="default: sdpa on a CPU, flex on a GPU")
-    group.add_argument("--eager", action="store_true", help="on a GPU: compile and capture nothing")
+    compiling = group.add_mutually_exclusive_group()
+    compiling.add_argument("--compile", action="store_true", default=None,
+                           help="on a CPU: compile the layers; a minute at the first start, seconds later")
+    compiling.add_argument("--eager", action="store_false", dest="compile", default=None,
+                           help="on a GPU: compile and capture nothing")
     group = parser.add_argument_group("output")
     group.add_argument("--show-tree", action="store_true", help="each round's packed tree, then the text")
     group.add_argument("--explain-round", type=positive, nargs="?", const=1, metavar="K",
@@ -176,8 +180,7 @@ def run(arguments: argparse.Namespace) -> int:
     target, draft = choice.load(placement, arguments.draft_vocabulary)
     if arguments.explain_round:
         from minicast.narrate import Watcher as Decoder, explain_round
-    compile = False if arguments.eager else None
-    decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
+    decoder = Decoder(target, draft, compile=arguments.compile, attention=arguments.attention)
     options["stop_ids"] = tokenizer.stop_ids
     request = options | {"method": arguments.method, "width": arguments.width}
     screen = Screen()

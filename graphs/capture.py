@@ -36,7 +36,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from model.errors import UserError
 from model.linear import FEW_ROWS, streamed_product
 from model.transformer import Layer
 
@@ -55,19 +54,15 @@ class CompiledLayer:
     """Runs any layer of a target or a drafter, compiled once for each shape of a pass: `Window.layer`.
 
     All layers of a model are one function with other weights, so that the first compiles for all of them. Passes over
-    the live slice leave the number of slots open, and are compiled for each number of rows.
-
-    Args:
-        required: compiling was asked for: that it fails is an error. Otherwise there is one warning, and layers run
-            as they are written.
-        backend: of torch.compile
+    the live slice leave the number of slots open, and are compiled for each number of rows. Where compiling fails, for
+    want of a compiler mostly, there is one warning, and layers run as they are written.
     """
 
-    def __init__(self, required: bool = True, backend: str | Callable = "inductor"):
+    def __init__(self, backend: str | Callable = "inductor"):
         # Beyond the limit, shapes would silently run as they are written.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         torch._dynamo.config.specialize_float = True  # epsilon is a constant, where sizes are open too
-        self.required, self.backend, self.failed = required, backend, False
+        self.backend, self.failed = backend, False
         self.many = self._compile(Layer.forward, dynamic=False)
         # With one row a generated kernel streams the weight faster than cuBLAS does.
         self.one = self._compile(Layer.forward, {"coordinate_descent_tuning": True}, dynamic=False)
@@ -84,6 +79,11 @@ class CompiledLayer:
         rows = next(count for count in ROWS if count >= len(x))
         padded = F.pad(x, (0, 0, 0, rows - len(x)))
         return self._run(self.product, streamed_product, padded, weight)[: len(x)]
+
+    def works(self) -> bool:
+        """Whether anything compiles: better known before weights are laid out for compiled products."""
+        self._run(self._compile(_next), _next, torch.zeros(8))
+        return not self.failed
 
     def _compile(self, function: Callable, options: dict | None = None, **how) -> Callable:
         def inductor(graph, inputs):
@@ -104,11 +104,13 @@ class CompiledLayer:
             raise
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().splitlines()[0]
-            if self.required:
-                raise UserError(f"cannot compile: {reason}; install a C++ compiler, or do not compile") from error
             self.failed = True
             warnings.warn(f"cannot compile, so layers run uncompiled and slower: {reason}", stacklevel=3)
             return plain(*arguments)
+
+
+def _next(x: Tensor) -> Tensor:
+    return x + 1
 
 
 def to_host(values: Tensor) -> Tensor:

@@ -64,8 +64,11 @@ def measure(decoder: Decoder, arm: Arm, prompt_ids: Sequence[int], options: dict
 
 
 def warm_up(decoder: Decoder, arms: Sequence[Arm], prompt_ids: Sequence[int], options: dict) -> None:
-    """A few untimed tokens of each arm: the first products of a shape cost more than later ones."""
-    for arm in arms:
+    """A few untimed tokens of each arm: the first products of a shape cost more than later ones.
+
+    The widest first: of CUDA graphs, smaller ones then fit where larger ones left room.
+    """
+    for arm in sorted(arms, key=lambda arm: arm.width if isinstance(arm.width, int) else 0, reverse=True):
         measure(decoder, arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
 
 
@@ -254,7 +257,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
     parser.add_argument("--attention", help="sdpa, static or flex; default: what the device runs best")
-    parser.add_argument("--eager", action="store_true", help="on a GPU: compile and capture nothing")
+    compiling = parser.add_mutually_exclusive_group()
+    compiling.add_argument("--compile", action="store_true", default=None,
+                           help="on a CPU: compile the layers; a minute at the first start, seconds later")
+    compiling.add_argument("--eager", action="store_false", dest="compile", default=None,
+                           help="on a GPU: compile and capture nothing")
     parser.add_argument("--probe-full", action="store_true",
                         help="the paper's long probe of this machine too, and the N* it gives")
     parser.add_argument("--audit", action="store_true",
@@ -295,7 +302,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "draft_vocabulary": arguments.draft_vocabulary,
         "placement": str(placement),
         "attention": arguments.attention,
-        "eager": arguments.eager,
+        "compile": arguments.compile,
         "arms": [str(arm) for arm in arms],
         "prompts": [file.name for file in arguments.prompts or []],
         "questions": hashlib.sha256(repr(subject.questions).encode()).hexdigest(),
@@ -311,8 +318,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     journal = Journal(arguments.out and arguments.out.with_suffix(".journal.jsonl"), settings)
 
     target, draft = subject.load(placement)
-    compile = False if arguments.eager else None
-    decoder = Decoder(target, draft, compile=compile, attention=arguments.attention)
+    decoder = Decoder(target, draft, compile=arguments.compile, attention=arguments.attention)
     warm_up(decoder, arms, subject.questions[0].prompt_ids, plan.asked(0))
     deployment = Deployment(decoder) if arguments.probe_full else None
     probes = [deployment.full_probe(prefix) for prefix in arguments.prefix or [PAPER_PREFIX]] if deployment else []

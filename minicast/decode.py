@@ -175,7 +175,7 @@ class Decoder:
         self, target: Target, draft: DraftHead | None = None, max_length: int = 4096, compile: bool | None = None,
         attention: str | None = None,
     ):
-        cuda, asked = target.device.type == "cuda", compile is True
+        cuda = target.device.type == "cuda"
         compile = cuda and attention != "sdpa" if compile is None else compile
         name = attention or ("flex" if cuda and compile else "sdpa")
         if name not in BODIES:
@@ -190,7 +190,10 @@ class Decoder:
                     f"at most {MAX_ROWS}, and the target's {target.dtype}"
                 )
         self.target, self.draft, self.max_length = target, draft, max_length
-        self.state = State(target, draft, BODIES[name](CompiledLayer(required=asked) if compile else None))
+        layer = CompiledLayer() if compile else None
+        if layer and not cuda and not layer.works():
+            layer = None
+        self.state = State(target, draft, BODIES[name](layer))
         self.graphs = Graphs(CudaRecorder(target.device)) if cuda and compile else None
         self.output = Output()
         self.deployment = None  # costs and masses, known once a width has to be chosen: `minicast.probe.Deployment`

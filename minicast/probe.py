@@ -172,7 +172,12 @@ class Passes:
         state.D.fill_(drafted)
 
     def measure(self, runs: dict[Hashable, Callable[[], object]], *how, **also) -> Timings:
-        """`interleaved` by this decoder's clocks."""
+        """`interleaved` by this decoder's clocks.
+
+        What compiles or records at its first run does so before, the largest first (see `graphs.capture`).
+        """
+        for run in reversed(runs.values()) if self.state.body.layer or self.decoder.graphs else ():
+            run()
         worked = time.thread_time if self.decoder.target.device.type == "cpu" else None
         return interleaved(runs, self.decoder._clock, worked, *how, **also)
 

@@ -136,7 +136,7 @@ def _half_packed(weight: Tensor) -> Packed | None:
     """In 16 bits, for FBGEMM; None where 16 bits lose something or FBGEMM is absent."""
     if torch.backends.quantized.engine not in ("fbgemm", "x86"):
         return None
-    largest = float(torch.stack(weight.aminmax()).abs().max())  # aminmax: no copy of the weights
+    largest = float(torch.stack(weight.detach().aminmax()).abs().max())  # aminmax: no copy of the weights
     if not math.isfinite(largest):
         return None
     exponent = HALF_TOP - math.frexp(largest)[1] + 1 if largest else 0

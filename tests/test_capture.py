@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs
 from minicast import Decoder
+from minicast.bench import Arm, warm_up
 from minicast.decode import Options
 from minicast.methods import METHODS
+from minicast.probe import Passes
 from minicast.round import BUCKETS, State, pack, settle
 from model.linear import Linear
 from test_decode import CONTEXT, autoregressive, oracle, prompt_of, tiny_draft, tiny_target, tree_of
@@ -296,7 +298,7 @@ def test_layers_compile_once_a_bucket(models, body, tokens):
         return graph.forward
 
     decoder = Decoder(target, draft, attention=body)
-    decoder.state.body.layer = CompiledLayer(backend)
+    decoder.state.body.layer = CompiledLayer(backend=backend)
     prompt = prompt_of(5)
     expected = autoregressive(target, prompt, tokens).token_ids
     for width in (3, 15, 31) * (2 if body == "static" else 1):
@@ -304,37 +306,97 @@ def test_layers_compile_once_a_bucket(models, body, tokens):
     assert len(compiled) == 3  # 16 and 32 rows of the target, 8 of the drafter
 
 
-def test_packed_layers_compile_over_the_live_slice():
-    """A CPU's packed weights are opaque to the compiler, and no two passes see as many slots: one function
-    for the layers of a model all the same, and one more once a size has changed."""
-    torch._dynamo.reset()
-    target, draft = tiny_target(), tiny_draft()
-    for module in (*target.modules(), *draft.modules()):
+def packed(*models):
+    """Tiny models whose weights fit 16 bits, packed as a loaded model's are."""
+    for module in (module for model in models for module in model.modules()):
         if isinstance(module, Linear):
+            module.weight.data = module.weight.bfloat16().float()
             module.pack()
-    compiled = []
+    return models
+
+
+def compiling(target, draft, compiled: list) -> Decoder:
+    """A decoder over the live slice whose layers are compiled by a backend that only notes each graph."""
+    torch._dynamo.reset()
 
     def backend(graph, inputs):
-        compiled.append(inputs)
+        compiled.append(graph)
         return graph.forward
 
     decoder = Decoder(target, draft, attention="sdpa")
-    decoder.state.body.layer = CompiledLayer(backend)
-    prompt = prompt_of(5)
+    decoder.state.body.layer = CompiledLayer(backend=backend)
+    return decoder
+
+
+def test_layers_compile_over_the_live_slice_once_for_a_number_of_rows():
+    """No two passes see as many slots, and trees of one width differ: neither may compile anything again, and any
+    width up to 15 makes do with 1, 4, 8 and 16 rows."""
+    target, draft = packed(tiny_target(), tiny_draft())
+    prompt, compiled = prompt_of(5), []
     expected = autoregressive(target, prompt, 12).token_ids
-    for width in (0, 7, 15):
-        assert decoder.generate(prompt, width=width, max_new_tokens=12).token_ids == expected
-    assert len(compiled) <= 6
+    decoder = compiling(target, draft, compiled)
+    for round_trip in range(2):
+        for width in (0, 1, 2, 3, 7, 12, 15):
+            assert decoder.generate(prompt, width=width, max_new_tokens=12).token_ids == expected
+        layers = [graph for graph in compiled if "scaled_dot_product" in graph.code]
+        assert len(layers) == 5  # the target's for each number of rows, the drafter's for its block
+        counts = len(compiled) if round_trip == 0 else counts
+        decoder.reset()
+    assert len(compiled) == counts
+
+
+def test_decoders_that_compile_and_that_do_not_share_a_target():
+    """Each begins an answer by laying out the weights its own way; left the other's, they are slow, or do not run."""
+    target, draft = packed(tiny_target(), tiny_draft())
+    prompt = prompt_of(5)
+    eager, compiled = Decoder(target, draft), compiling(target, draft, [])
+    expected = eager.generate(prompt, width=7, max_new_tokens=8).token_ids
+    held = {layer.weight_bytes() for layer in target.modules() if isinstance(layer, Linear)}
+    for decoder in (compiled, eager, compiled, eager):
+        decoder.reset()
+        assert decoder.generate(prompt, width=7, max_new_tokens=8).token_ids == expected
+        for layer in (*target.modules(), *draft.modules()):
+            if isinstance(layer, Linear):
+                assert (layer.packed is None) == (decoder is compiled)
+                assert layer.weight is None or layer.weight.dtype == torch.bfloat16
+        assert {layer.weight_bytes() for layer in target.modules() if isinstance(layer, Linear)} == held
+
+
+def test_sampled_rounds_over_padded_packs():
+    """Padding rows are nobody's children, whichever walk meets them."""
+    target, draft = packed(tiny_target(), tiny_draft())
+    prompt, options = prompt_of(5), dict(temperature=0.8, max_new_tokens=12)
+    for seed in range(3):
+        expected = autoregressive(target, prompt, 12, temperature=0.8, seed=seed).token_ids
+        decoder = compiling(target, draft, [])
+        for width in (2, 5, 10):
+            assert decoder.generate(prompt, width=width, seed=seed, **options).token_ids == expected
 
 
 def test_without_a_compiler_there_is_one_warning(models):
-    """A machine without a C++ compiler must decode all the same, and say so once."""
-    torch._dynamo.reset()
-    target, draft = models
+    """A machine without a C++ compiler must decode all the same, and say so once; the weights stay packed for it."""
+    target, draft = packed(tiny_target(), tiny_draft())
     prompt = prompt_of(5)
-    with torch._inductor.config.patch({"cpp.cxx": (None, "/nonexistent")}):
-        with pytest.warns(UserWarning, match="cannot compile") as caught:
-            decoder = Decoder(target, draft, attention="flex", compile=True)
-            out = decoder.generate(prompt, width=7, max_new_tokens=6)
-    assert len([warning for warning in caught if "cannot compile" in str(warning.message)]) == 1
-    assert out.token_ids == autoregressive(target, prompt, 6).token_ids
+    expected = autoregressive(target, prompt, 6).token_ids
+    for body in (None, "flex"):
+        torch._dynamo.reset()
+        with torch._inductor.config.patch({"cpp.cxx": (None, "/nonexistent")}):
+            with pytest.warns(UserWarning, match="cannot compile") as caught:
+                out = Decoder(target, draft, attention=body, compile=True).generate(prompt, width=7, max_new_tokens=6)
+        assert len([warning for warning in caught if "cannot compile" in str(warning.message)]) == 1
+        assert out.token_ids == expected
+        assert all(layer.packed for layer in target.modules() if isinstance(layer, Linear))
+
+
+def test_the_largest_graphs_are_recorded_first(models, monkeypatch):
+    """They share a pool of memory: a smaller one fits where a larger one left room, but not the other way."""
+    recorded = []
+    capture = Graphs._capture
+    monkeypatch.setattr(Graphs, "_capture", lambda self, *how: recorded.append(how[-1]) or capture(self, *how))
+    passes = Passes(replaying(*models), prefix=8)
+    passes.costs((1, 16, 32))
+    assert [label for label in recorded if "rows" in label] == ["32 rows", "16 rows", "1 rows"]
+    recorded.clear()
+    arms = [Arm("ar", 0), Arm("cast", 7), Arm("cast", 40)]
+    warm_up(replaying(*models), arms, prompt_of(5), {"max_new_tokens": 4})
+    assert [label for label in recorded if "rows" in label] == ["48 rows", "16 rows", "1 rows"]

@@ -201,7 +201,7 @@ def test_probe_full(cli, monkeypatch, tmp_path):
         assert words in err
 
 
-def test_eager_flag_reaches_the_decoder(cli, spy, monkeypatch):
+def test_compile_and_eager_reach_the_decoder(cli, spy, monkeypatch):
     """Without it the decoder decides, by its device."""
     original, seen = Decoder.__init__, []
 
@@ -213,6 +213,9 @@ def test_eager_flag_reaches_the_decoder(cli, spy, monkeypatch):
     cli()
     cli("--eager")
     assert seen == [None, False]
+    cli("--compile", "--max-new-tokens", "0")
+    assert seen == [None, False, True]
+    assert cli("--compile", "--eager")[0] == 2
 
 
 def test_prompt_flags_reach_the_template(cli, spy, models, monkeypatch):
@@ -273,7 +276,7 @@ def test_every_flag_has_a_spy():
     """A flag that is added without a test above, or below for the output's, fails here."""
     watched = {option for _, option, _ in DECODING} | {"attention", "prompt", "system", "enable_thinking"}
     watched |= {"raw", "model", "draft_model", "device", "dtype", "show_tree", "compare", "json", "help"}
-    watched |= {"explain", "reprobe", "probe_full", "eager", "draft_vocabulary"}
+    watched |= {"explain", "reprobe", "probe_full", "compile", "draft_vocabulary"}
     watched |= {"chat", "explain_round"}  # in test_chat.py and test_narrate.py
     assert {action.dest for action in parser_actions()} == watched
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from graphs.masks import BODIES
 from model import load_draft, load_target
 from model.errors import UsageError
-from model.linear import Linear
-from model.transformer import KVCache
+from model.linear import Linear, streamed_product
+from model.transformer import KVCache, lay_out
 
 GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 1e-4  # relative to the largest value, float32
@@ -96,3 +97,44 @@ def test_half_precision_layout_loses_nothing():
         assert torch.equal(identity.T.contiguous(), weight)
         x = torch.randn(5, 64, generator=generator)
         assert torch.allclose(layer(x).double(), x.double() @ weight.double().T, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bias", [False, True])
+def test_unpacked_rows_are_the_weights_that_were_packed(dtype, bias):
+    """There and back between the layouts, bit for bit, for every number of rows; the product of few rows, of many, and
+    the packed one are the same."""
+    generator = torch.Generator().manual_seed(0)
+    for columns, rows in ((64, 96), (33, 7)):
+        layer = Linear(columns, rows, bias)
+        weight = torch.randn(rows, columns, generator=generator).to(dtype).float()
+        layer.weight.data = weight.clone()
+        if bias:
+            layer.bias.data = torch.randn(rows, generator=generator)
+        for _ in range(2):
+            layer.pack()
+            if layer.weight is not None:
+                pytest.skip("no packed layout on this CPU")
+            layer.unpack(streamed_product)
+            assert layer.packed is None and layer.weight.dtype == dtype and torch.equal(layer.weight.float(), weight)
+            for m in (1, 2, 3, 4, 5, 8, 11, 16, 17, 40):
+                x = torch.randn(1, m, columns, generator=generator)
+                expected = F.linear(x.double(), weight.double(), layer.bias if layer.bias is None else layer.bias.double())
+                assert layer(x).shape == expected.shape
+                assert torch.allclose(layer(x).double(), expected, atol=1e-4)
+            layer.repack()
+            assert layer.weight is None and layer.few_rows is None
+            assert torch.allclose(layer(x).double(), expected, atol=1e-4)
+            layer.weight, layer.packed = torch.nn.Parameter(weight.clone()), None
+
+
+def test_an_unpacked_tied_head_is_the_embedding_table():
+    """Packed, it has its own layout; unpacked it must not be held a second time."""
+    target = load_target(GOLDENS / "tiny-llama")
+    tokens = torch.arange(12)
+    expected, _ = target.score(tokens)
+    lay_out(target, streamed_product)
+    assert target.config.tied and target.lm_head.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
+    assert torch.allclose(target.score(tokens)[0], expected, atol=1e-4)
+    lay_out(target, None)
+    assert torch.equal(target.score(tokens)[0], expected)
