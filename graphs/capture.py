@@ -40,14 +40,9 @@ from model.linear import FEW_ROWS, streamed_product
 from model.transformer import Layer
 
 WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the recorded one will
-ROWS = (1, 4, 8, FEW_ROWS)  # that products of few rows are compiled for
 MAX_GRAPHS = 64  # kept at once: a request's few, for several widths and ways of sampling
-
-
-# On a CPU a product is a loop over its weights that the compiler writes itself, see `model.linear`. Multiplying and
-# adding is one instruction there, and what the loop reads for each row of the weights is computed before it, once:
-# left to itself, Inductor repeats the norm before a product in every turn.
-CPU_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}
+ROWS = (1, 4, 8, FEW_ROWS)  # that products of few rows are compiled for on a CPU
+CPU_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}  # multiply and add in one instruction
 
 
 class CompiledLayer:

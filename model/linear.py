@@ -102,13 +102,13 @@ def narrow(weight: Tensor) -> Tensor:
 
 
 def streamed_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x (M, K) float32, M ≤ FEW_ROWS, weight (N, K) of any width -> x weightᵀ (M, N). To be compiled.
+    """x (M, K) float32, M ≤ FEW_ROWS, weight (N, K) of any width -> x weightᵀ (M, N). To be compiled on a CPU.
 
-    Each row of x and each of a few equal parts of the weight is a sum of its own over K, over the same range: that is
-    what makes Inductor fuse them in one loop, where a weight is loaded and widened once for all rows, and the sums
-    stay in registers. The parts are there because one stream of weights at a time leaves half of a core's bandwidth
-    unused.
+    Each row of x and each of a few equal parts of the weight is a sum of its own, all over the same K: that is what
+    makes Inductor fuse them in one loop, where a weight is loaded and widened once for all rows, and the sums stay in
+    registers. The parts are there because one stream of weights at a time leaves a third of a core's bandwidth unused.
     """
+    # A view by strides has to be of memory: without it, Inductor repeats what computes x in every turn of the loop.
     rows, products = x.as_strided(x.shape, x.stride()).unbind(), []
     for first in range(0, len(rows), ACCUMULATORS):
         together = rows[first : first + ACCUMULATORS]

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -165,3 +166,41 @@ print(peak() - before, parameters + packed)
     head = 49152 * 576 * 4  # the largest matrix, in float32 and scaled while it is packed
     assert held < 0.35e9
     assert growth < held + 2 * head
+
+
+COMPILED = """
+import json, resource, sys, time
+
+from minicast import Decoder
+from model import load_draft, load_target
+
+compile, goldens = sys.argv[1] == "compile", json.load(open(sys.argv[2]))[:3]
+decoder = Decoder(load_target("smollm2"), load_draft("smollm2"), compile=compile)
+started = time.perf_counter()
+tokens = [
+    decoder.generate(golden["prompt_ids"], method="cast", width=width, max_new_tokens=32, stop_ids=(2,)).token_ids
+    for width in (0, 3, 7, 15) for golden in goldens
+]
+answered = time.perf_counter() - started
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"tokens": tokens, "seconds": answered, "memory": memory}))
+"""
+
+
+@pytest.mark.slow
+def test_compiled_answers_starts_and_memory(tmp_path):
+    """Compiling on a CPU gives the same tokens, a bearable first start, and no second copy of the weights. Starts are
+    of one run each: on a busy machine they may fail without a cause. Speed is the bench's to tell."""
+    root, files = Path(__file__).parents[1], [str(GOLDENS / "smollm2-greedy.json")]
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def run(mode):
+        command = [sys.executable, "-c", COMPILED, mode, *files]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout)
+
+    eager, first, later = run("eager"), run("compile"), run("compile")
+    expected = [golden["new_ids"][:32] for golden in GREEDY[:3]] * 4
+    assert eager["tokens"] == first["tokens"] == later["tokens"] == expected
+    assert first["seconds"] < 90 + eager["seconds"] and later["seconds"] < 15 + eager["seconds"]
+    assert max(first["memory"], later["memory"]) < 1.2 * eager["memory"]  # Inductor itself is a tenth
