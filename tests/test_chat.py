@@ -442,7 +442,9 @@ def test_in_a_terminal(names):
     until(b"> ")
     os.write(leader, b"\x1b[200~two\rlines\x1b[201~\r")
     until(b"\x1b[?2004l\r")  # the line is read, the reply comes
-    shown.extend(os.read(leader, 4096))
+    while len(shown) < 30:  # some of the reply, not only the end of the line
+        assert select.select([leader], [], [], 60)[0], shown
+        shown.extend(os.read(leader, 4096))
     process.send_signal(signal.SIGINT)
     until(b"(stopped)")
     until(b"> ")
