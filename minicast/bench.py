@@ -315,6 +315,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "threads": torch.get_num_threads(),
         "commit": commit(),
     }
+    if arguments.out and arguments.out.is_dir():
+        raise UsageError(f"--out {arguments.out} is a directory: name a file in it")
     journal = Journal(arguments.out and arguments.out.with_suffix(".journal.jsonl"), settings)
 
     target, draft = subject.load(placement)

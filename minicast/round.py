@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphs.capture import ROWS, to_host
 from graphs.masks import CAUSAL, EVERYTHING, TILE
-from minicast.methods import Method, Proposal, no_tree
+from minicast.methods import METHODS, Method, Proposal, no_tree
 from minicast.sampling import SamplingParams
 from minicast.tree import NonFinite, Tree
 from minicast.verify import target_choices, visit, walk
@@ -231,7 +231,12 @@ def propose(state: State, request: Request, token_ids: Sequence[int], width: int
     """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
     proposal = Proposal(token_ids, width, request.rank_cap, lambda: draft(state), state.static, state.P.device)
     try:
-        tree = request.method(proposal).to(state.P.device)
+        tree = request.method(proposal)
+        if request.method not in METHODS.values():
+            from minicast.own_method import check_tree
+
+            check_tree(tree, state.target.vocab_size)
+        tree = tree.to(state.P.device)
     except NonFinite as error:  # builders of fixed shape cannot raise: `settle` reports for them
         raise UserError(FAULTS[-2]) from error
     pack(state, tree)

@@ -5,6 +5,8 @@ own continuation (an oracle) with planted decoys and errors. All targets are flo
 are exact; the seeds are fixed, so there are no false alarms.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -71,6 +73,21 @@ def test_a_draft_vocabulary_bounds_what_is_proposed_and_changes_no_text(body, pa
         proposed |= set(step.tree.tokens.tolist()) if step.tree else set()
     assert decoder.output.token_ids == expected
     assert len(proposed) > 10 and proposed <= set(tokens)
+
+
+@pytest.mark.parametrize("words, change", [
+    ("depth", dict(depths=torch.tensor([1, 1]))), ("before its children", dict(parents=torch.tensor([1, -1]))),
+    ("vocabulary", dict(tokens=torch.tensor([5, VOCABULARY]))), ("lengths", dict(log_mass=torch.zeros(3))),
+])  # fmt: skip
+def test_a_tree_that_would_change_the_text_is_refused(words, change):
+    """A wrong depth gives wrong positions, and so another text without a word."""
+    sound = tree_of([(5, -1), (6, 0)])
+    decoder, options = Decoder(tiny_target()), dict(width=2, max_new_tokens=6)
+    decoder.generate(prompt_of(5), method=lambda proposal: sound, **options)
+    with pytest.raises(UsageError, match=words):
+        decoder.generate(prompt_of(5), method=lambda proposal: replace(sound, **change), **options)
+    with pytest.raises(UsageError, match="returns a Tree"):
+        decoder.generate(prompt_of(5), method=lambda proposal: [5, 6], **options)
 
 
 @pytest.fixture(scope="module")

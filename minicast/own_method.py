@@ -1,0 +1,38 @@
+"""What a method of one's own may return: a tree that can be packed and verified.
+
+A wrong depth would give wrong positions, and another text without a word. The methods of `methods` cannot go wrong so
+and are not checked.
+"""
+
+import torch
+
+from minicast.tree import Tree
+from minicast.width import MAX_WIDTH
+from model.errors import UsageError
+
+
+def check_tree(tree, vocabulary: int) -> None:
+    """UsageError, in one line, for what is no tree of at most MAX_WIDTH nodes over `vocabulary` tokens."""
+    if not isinstance(tree, Tree):
+        raise UsageError(f"a method returns a Tree (see minicast.tree), got {type(tree).__name__}")
+    if problem := fault(tree, vocabulary):
+        raise UsageError(f"the tree that the method returned cannot be verified: {problem}")
+
+
+def fault(tree: Tree, vocabulary: int) -> str | None:
+    """What is wrong with a tree, in words; None: nothing."""
+    N = tree.width
+    if any(len(values) != N for values in (tree.parents, tree.depths, tree.log_mass)):
+        return "its fields have different lengths"
+    if N > MAX_WIDTH:
+        return f"it has {N} nodes, {MAX_WIDTH} at most can be packed"
+    if N == 0:
+        return None
+    if bool(((tree.parents < -1) | (tree.parents >= torch.arange(N, device=tree.parents.device))).any()):
+        return "a parent must come before its children; -1 is the root"
+    above = torch.where(tree.parents < 0, 0, tree.depths[tree.parents.clamp(min=0)])
+    if bool((tree.depths != above + 1).any()):
+        return "a node's depth must be its parent's plus one, 1 below the root"
+    if bool(((tree.tokens < 0) | (tree.tokens >= vocabulary)).any()):
+        return f"a token is outside the vocabulary of {vocabulary}"
+    return None
