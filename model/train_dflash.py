@@ -26,9 +26,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minicast.command import at_least
 from model.config import read_config, target_config
 from model.dflash import DraftHead
-from model.errors import UserError
+from model.errors import UsageError, UserError
 from model.hub import resolve
 from model.linear import Linear
 from model.tokenizer import load_tokenizer
@@ -205,6 +206,7 @@ class Trainer:
                 saved = progress.seconds
                 if not sys.stderr.isatty():
                     tell(f"minute {saved / 60:.1f}, step {progress.step}, {means}")
+        tell(f"done: the best head is in {self.out}; try it with run.py --draft-model {self.out}")
 
 
 # ---- held-out R ----
@@ -371,6 +373,10 @@ def unused_token(examples: list[Example], vocab_size: int) -> int:
 
 def prepare(arguments: argparse.Namespace) -> Trainer:
     """Everything up to the first step."""
+    if not (arguments.minutes > 0 and 0 < arguments.rate < 1):
+        raise UsageError("--minutes must be above 0, and --rate between 0 and 1")
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise UsageError(f"--out {arguments.out} is a file: name a directory")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = faster_dtype(device)
     directory = resolve(arguments.target, "target")
@@ -394,7 +400,7 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
         draft.config = dataclasses.replace(draft.config, mask_token_id=unused_token(examples, target.vocab_size))
     train, held_out = split(examples, arguments.held_out)
     if not train:
-        raise UserError(f"{len(examples)} answers are too few with {arguments.held_out} of each file held out")
+        raise UserError(f"{len(examples)} answers are too few with {arguments.held_out} of each file held out: see --held-out")
     head = LossHead.of(lm_head, {token for example in train for token in example.response})
     readings = ReadingCache(work_directory(arguments.out) / "readings", target, draft.taps, arguments.target)
     sampler = Sampler(train, readings)
@@ -410,11 +416,11 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")
     parser.add_argument("--minutes", type=float, default=60.0, help="of training; answering the prompts comes on top")
     parser.add_argument("--init", help="a head to go on from; default: start at the target's last layers")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--block", type=int, default=8, help="positions drafted in one pass, the root's included")
+    parser.add_argument("--layers", type=at_least(1), default=3, help="of the head; default: %(default)s")
+    parser.add_argument("--block", type=at_least(2), default=8, help="positions drafted in one pass, the root's included")
     parser.add_argument("--rate", type=float, default=1.2e-3, help="peak learning rate; about half of it with --init")
-    parser.add_argument("--max-new-tokens", type=int, default=160, help="of each answer")
-    parser.add_argument("--held-out", type=int, default=8, help="answers of each file kept for validation")
+    parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="of each answer")
+    parser.add_argument("--held-out", type=at_least(1), default=8, help="answers of each file kept for validation")
     return parser
 
 
@@ -425,7 +431,7 @@ def main() -> None:
         trainer.resume()
         trainer.run()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"train_dflash: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)

@@ -8,6 +8,7 @@ from tiny import random_tensors, tiny_target_config, write_checkpoint, write_tin
 
 from minicast import Decoder
 from model import load_draft, load_target
+from model.errors import UsageError
 from model.train_data import (
     Example,
     LossHead,
@@ -267,3 +268,19 @@ def test_a_head_learns_a_repeating_grammar_within_a_minute(tmp_path):
     head = load_draft(tmp_path / "head", device="cpu")
     rounds = Decoder(target, head).generate(prompts[0], method="dflash", max_new_tokens=24).round_lengths
     assert sum(rounds) / len(rounds) >= 2
+
+
+@pytest.mark.parametrize("flags_given", ["--minutes 0", "--minutes nan", "--rate nan", "--rate 0"])
+def test_budgets_that_train_nothing_are_refused(tmp_path, flags_given):
+    """Before anything is loaded or written."""
+    command = f"--target nowhere --responses nothing --out {tmp_path / 'head'} {flags_given}"
+    with pytest.raises(UsageError):
+        prepare(flags().parse_args(command.split()))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags_given", ["--layers 0", "--block 1", "--held-out 0", "--max-new-tokens 1"])
+def test_numbers_that_make_no_head_are_refused(flags_given):
+    with pytest.raises(SystemExit) as stop:
+        flags().parse_args(f"--target t --out o {flags_given}".split())
+    assert stop.value.code == 2
