@@ -179,8 +179,9 @@ def run(arguments: argparse.Namespace) -> int:
         prompt_ids = encode_prompt(arguments, tokenizer)
     target, draft = choice.load(placement, arguments.draft_vocabulary)
     if arguments.explain_round:
-        from minicast.narrate import Watcher as Decoder, explain_round
-    decoder = Decoder(target, draft, compile=arguments.compile, attention=arguments.attention)
+        from minicast.narrate import Watcher, explain_round
+    decoder_class = Watcher if arguments.explain_round else Decoder
+    decoder = decoder_class(target, draft, compile=arguments.compile, attention=arguments.attention)
     options["stop_ids"] = tokenizer.stop_ids
     request = options | {"method": arguments.method, "width": arguments.width}
     screen = Screen()

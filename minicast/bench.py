@@ -32,10 +32,11 @@ from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
 from minicast.probe import PAPER_PREFIX, Deployment
 from minicast.prompts import Question
-from minicast.report import Report, commit, environment, write_atomically
+from minicast.report import Report, commit, environment
 from minicast.subject import HEAD, PREFIX, Subject
 from minicast.width import MAX_WIDTH
 from model.errors import UsageError
+from model.files import write_atomically
 from model.random_weights import SHAPES
 
 WARM_UP_TOKENS = 16
@@ -287,6 +288,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     options = {name: getattr(arguments, name) for name in ("verifier", *SAMPLING)}
     if not Options(**options).sampling.greedy and arguments.audit:  # checked before anything is loaded
         raise UsageError("--audit compares with the target's best token: leave out --temperature")
+    if arguments.out and arguments.out.is_dir():
+        raise UsageError(f"--out {arguments.out} is a directory: name a file in it")
     arms = [
         Arm(method, width)
         for method in arguments.methods
@@ -315,8 +318,6 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "threads": torch.get_num_threads(),
         "commit": commit(),
     }
-    if arguments.out and arguments.out.is_dir():
-        raise UsageError(f"--out {arguments.out} is a directory: name a file in it")
     journal = Journal(arguments.out and arguments.out.with_suffix(".journal.jsonl"), settings)
 
     target, draft = subject.load(placement)

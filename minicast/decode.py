@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphs.capture import CompiledLayer, CudaRecorder, Graphs
 from graphs.masks import BODIES
-from minicast.methods import METHODS, Method, Proposal, best_first, chain, no_tree
+from minicast.methods import METHODS, Method, Proposal, best_first, chain, is_own, no_tree
 from minicast.round import (
     FAULTS, MAX_ROWS, PREFILL_ROWS, Request, Settled, State, prefill, propose, read_features, settle,
 )
@@ -273,7 +273,7 @@ class Decoder:
             return width
         if isinstance(width, Integral):
             return FixedWidth(clamp_width(width))
-        own_method = callable(method) and method not in METHODS.values()
+        own_method = callable(method) and is_own(method)
         if self.draft is None or new_tokens == 0 or not (own_method or method in ("cast", best_first)):
             return FixedWidth(UNINFORMED)
         if self.deployment is None:
@@ -295,7 +295,7 @@ class Decoder:
             params=options.sampling,
             stochastic=options.verifier == "stochastic" and options.temperature > 0,
             tap=self.draft is not None and method is not no_tree,
-            deepest=self.state.depth if method in METHODS.values() else MAX_WIDTH,
+            deepest=MAX_WIDTH if is_own(method) else self.state.depth,
         )
 
     def _room(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, str]:

@@ -12,7 +12,6 @@ Beside each time stands its floor: the bytes that the pass has to read, over the
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,12 +24,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphs.masks import KERNELS, BitMask, flex
+from graphs.masks import BitMask, flex
 from minicast.decode import Decoder
 from minicast.probe import Passes
 from minicast.sampling import gumbel_noise, keyed_uniform
 from model.dflash import DraftHead
 from model.errors import UserError
+from model.files import write_atomically
 from model.linear import Linear
 from model.random_weights import random_pair
 from model.transformer import Target, dot_product_attention
@@ -388,9 +388,7 @@ class Findings:
         found = self.read()
         found.setdefault(stage, {})[name] = value
         for path, text in ((self.json, json.dumps(found, indent=1) + "\n"), (self.table, as_table(found))):
-            partial_file = path.with_name(path.name + ".part")
-            partial_file.write_text(text)
-            os.replace(partial_file, path)
+            write_atomically(path, text)
 
     def clear(self) -> None:
         for path in (self.json, self.table):

@@ -82,3 +82,8 @@ kept_pairs = lru_cache(maxsize=None)(candidate_pairs)
 
 
 METHODS: dict[str, Method] = {"ar": no_tree, "dflash": chain, "cast": best_first}
+
+
+def is_own(method: Method) -> bool:
+    """Whether somebody else wrote this method: nothing is known of its trees."""
+    return method not in METHODS.values()

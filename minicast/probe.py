@@ -12,7 +12,6 @@ Which width follows is decided in `width`. Only imported where a width is to be 
 
 import hashlib
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -34,6 +33,7 @@ from minicast.width import (
 )
 from model.default_model import cache_directory
 from model.errors import UserError
+from model.files import write_atomically
 from model.linear import Linear
 
 FORMAT = 1  # of the cached costs: raise it when what is measured changes
@@ -459,8 +459,6 @@ def write_json(path: Path, values: dict) -> None:
     """The whole file or the old one. What can't be kept is measured again next time: no reason to stop."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = path.with_name(f"{path.name}.{os.getpid()}.part")
-        partial_file.write_text(json.dumps(values) + "\n", encoding="utf-8")
-        os.replace(partial_file, path)
+        write_atomically(path, json.dumps(values) + "\n")
     except OSError:
         pass

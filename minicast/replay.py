@@ -36,12 +36,13 @@ from tqdm import tqdm
 from minicast.command import DTYPES, Choice, Placement, at_least, guarded
 from minicast.curve import MassCurve
 from minicast.prompts import PROMPTS, read_prompts
-from minicast.report import commit, write_atomically
+from minicast.report import commit
 from minicast.tree import Tree, ranked_tree, top_ranked
 from minicast.width import MAX_WIDTH
 from model import hub, train_data
 from model.dflash import DraftHead
 from model.errors import UserError
+from model.files import write_atomically
 from model.transformer import KVCache, Target, Window
 
 RANKS = 32          # tokens kept at each depth
@@ -101,9 +102,7 @@ class Recording:
         tensors = {"answer": torch.tensor(self.answer, dtype=torch.int64)}
         for name in ("drafts", "short"):
             tensors |= {f"{name}.{field}": tensor for field, tensor in vars(getattr(self, name)).items()}
-        partial_file = path.with_name(path.name + ".part")
-        save_file(tensors, partial_file, metadata={"domain": self.domain})
-        partial_file.replace(path)
+        write_atomically(path, lambda partial: save_file(tensors, partial, metadata={"domain": self.domain}))
 
     @classmethod
     def load(cls, path: Path) -> "Recording":

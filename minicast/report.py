@@ -4,7 +4,6 @@ Figures are computed in `figures`; nothing is measured here.
 """
 
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -154,10 +153,3 @@ def commit() -> str:
         return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Whoever reads `path` sees the old file or the whole new one."""
-    partial_file = path.with_name(path.name + ".part")
-    partial_file.write_text(text, encoding="utf-8")
-    os.replace(partial_file, path)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphs.capture import ROWS, to_host
 from graphs.masks import CAUSAL, EVERYTHING, TILE
-from minicast.methods import METHODS, Method, Proposal, no_tree
+from minicast.methods import Method, Proposal, is_own, no_tree
 from minicast.sampling import SamplingParams
 from minicast.tree import NonFinite, Tree
 from minicast.verify import target_choices, visit, walk
@@ -232,7 +232,7 @@ def propose(state: State, request: Request, token_ids: Sequence[int], width: int
     proposal = Proposal(token_ids, width, request.rank_cap, lambda: draft(state), state.static, state.P.device)
     try:
         tree = request.method(proposal)
-        if request.method not in METHODS.values():
+        if is_own(request.method):
             from minicast.own_method import check_tree
 
             check_tree(tree, state.target.vocab_size)

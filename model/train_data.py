@@ -16,7 +16,6 @@ softmax of the loss runs over the tokens that occur in the answers, a sixth of t
 
 import hashlib
 import json
-import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.errors import UserError
+from model.files import write_atomically
 from model.transformer import KVCache, Target, Window
 
 PROMPT_KEYS = ("prompt", "question", "text", "problem", "turns")
@@ -120,7 +120,7 @@ def answer(
     file = Path(file)
     whole = read_responses(file) if file.exists() else []
     lines = "".join(answer_line(example.prompt, example.response) for example in whole)  # less one that was cut
-    replace(file, lambda path: path.write_text(lines, encoding="utf-8"))
+    write_atomically(file, lines)
     answered = {example.prompt for example in whole}
     fitting = {tuple(prompt) for prompt in prompts if len(prompt) + max_new_tokens <= target.context}
     todo = sorted(fitting - answered, key=lambda prompt: (len(prompt), prompt))
@@ -134,13 +134,6 @@ def answer(
         done += len(rows)
         if progress:
             progress(done, total)
-
-
-def replace(path: Path, write) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
-    half_written = path.with_name(f".{path.name}.{os.getpid()}")
-    write(half_written)
-    os.replace(half_written, path)
 
 
 def answer_line(prompt: Sequence[int], response: Sequence[int]) -> str:
@@ -223,7 +216,7 @@ class ReadingCache:
         """The reading of `example`, on the CPU."""
         if example not in self:
             reading = read(self.target, example, self.taps)
-            replace(self.path(example), lambda path: save_file(vars(reading), path))
+            write_atomically(self.path(example), lambda path: save_file(vars(reading), path))
         with safe_open(self.path(example), framework="pt") as file:
             return Reading(**{name: file.get_tensor(name) for name in file.keys()})
 

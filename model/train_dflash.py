@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minicast.command import at_least
 from model.config import read_config, target_config
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
+from model.files import write_atomically
 from model.hub import resolve
 from model.linear import Linear
 from model.tokenizer import load_tokenizer
@@ -43,7 +43,6 @@ from model.train_data import (
     make_batch,
     read_prompts,
     read_responses,
-    replace,
     split,
 )
 from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_config, loaded_head, save_head
@@ -95,6 +94,8 @@ class Trainer:
         self.draft, self.target, self.head, self.sampler, self.held_out = draft, target, head, sampler, held_out
         self.out, self.budget, self.rate = out, minutes * 60, rate
         self.progress = Progress()
+        counts = Counter(token for example in sampler.examples for token in example.response)
+        self.frequent = [token for token, _ in counts.most_common()]
         draft.requires_grad_(True)
         vectors = [p for p in draft.parameters() if p.ndim == 1]
         matrices = [p for p in draft.parameters() if p.ndim > 1]
@@ -152,9 +153,8 @@ class Trainer:
         progress.curve.append({"minutes": minutes, "steps": progress.step, "predicted": progress.predicted, "R": R})
         if R["all"]["tree"] > progress.best:
             progress.best = R["all"]["tree"]
-            counts = Counter(token for example in self.sampler.examples for token in example.response)
-            save_head(self.draft, self.out, [token for token, _ in counts.most_common()])
-        replace(self.out / "README.md", lambda path: path.write_text(model_card(self)))
+            save_head(self.draft, self.out, self.frequent)
+        write_atomically(self.out / "README.md", model_card(self))
         told = ", ".join(f"{domain} {r['chain']:.2f} / {r['tree']:.2f}" for domain, r in R.items())
         tell(f"minute {minutes}, {progress.predicted} tokens predicted, R of chain / tree: {told}")
 
@@ -166,7 +166,7 @@ class Trainer:
             "sampler": self.sampler.state(),
             "progress": dataclasses.asdict(self.progress),
         }
-        replace(self.checkpoint, lambda path: torch.save(state, path))
+        write_atomically(self.checkpoint, lambda path: torch.save(state, path))
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one."""
@@ -408,6 +408,8 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
 
 
 def flags() -> argparse.ArgumentParser:
+    from minicast.command import at_least  # shared by all command lines
+
     parser = argparse.ArgumentParser(prog="python -m model.train_dflash", description="Train a DFlash head.")
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
     parser.add_argument("--prompts", nargs="+", default=[], help="JSONL files; the target answers them first")

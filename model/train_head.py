@@ -17,8 +17,8 @@ from torch import Tensor
 
 from model.config import DraftConfig, check_pair, draft_config, read_config
 from model.dflash import FREQUENT_TOKENS, DraftHead
+from model.files import write_atomically
 from model.hub import resolve
-from model.train_data import replace
 from model.transformer import Attention, Target, rotate
 from model.weights import load_weights
 
@@ -174,7 +174,7 @@ def save_head(draft: DraftHead, directory: str | Path, frequent: list[int]) -> N
             pieces = {start.rpartition(".")[2]: value}
         for piece, part in pieces.items():
             tensors[".".join(filter(None, (start.rpartition(".")[0], piece, leaf)))] = part.bfloat16().contiguous()
-    replace(directory / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
+    write_atomically(directory / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
     values = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -198,5 +198,5 @@ def save_head(draft: DraftHead, directory: str | Path, frequent: list[int]) -> N
         "tie_word_embeddings": True,
         "vocab_size": config.vocab_size,
     }
-    replace(directory / "config.json", lambda path: path.write_text(json.dumps(values, indent=1) + "\n"))
-    replace(directory / FREQUENT_TOKENS, lambda path: path.write_text(json.dumps({"tokens": frequent}) + "\n"))
+    write_atomically(directory / "config.json", json.dumps(values, indent=1) + "\n")
+    write_atomically(directory / FREQUENT_TOKENS, json.dumps({"tokens": frequent}) + "\n")

@@ -16,7 +16,7 @@ from minicast.bench import Arm, warm_up
 from minicast.decode import Options
 from minicast.methods import METHODS
 from minicast.probe import Passes
-from minicast.round import BUCKETS, State, pack, settle
+from minicast.round import BUCKETS, pack, settle
 from model.linear import Linear
 from test_decode import CONTEXT, autoregressive, oracle, prompt_of, tiny_draft, tiny_target, tree_of
 

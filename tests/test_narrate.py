@@ -11,7 +11,7 @@ import torch
 import run
 from graphs.masks import BODIES
 from minicast import Decoder
-from minicast.narrate import Watcher, round_lines
+from minicast.narrate import Watcher
 from minicast.tree import best_first_tree, chain_tree
 from model import load_draft, load_target, load_tokenizer
 from tiny import random_tensors, tiny_target_config, write_byte_tokenizer, write_checkpoint, write_tiny_draft
