@@ -228,7 +228,7 @@ def decide(
 # When the prediction was too hopeful
 
 BUDGET = 2.5       # AR tokens of time that an answer may lose before drafting pauses: 2 % of 128
-BANK = 10.0        # most that good rounds save up, so that a text that turns hard is noticed
+BANK = 6.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.015  # of the AR time before it, what the first try after a pause may lose
 DAMPING = 1e-9     # sums of rounded numbers may miss their mark by so much
 

@@ -18,8 +18,9 @@ def tiny(request) -> bool:
 
 @pytest.fixture(autouse=True)
 def threads(request):
-    """One thread for tiny models, on which two only wait for each other; all of them for real ones."""
-    torch.set_num_threads(1 if tiny(request) else os.cpu_count())
+    """One thread for tiny models, on which two only wait for each other; all of them, or as many as
+    OMP_NUM_THREADS says, for real ones."""
+    torch.set_num_threads(1 if tiny(request) else int(os.environ.get("OMP_NUM_THREADS", os.cpu_count())))
 
 
 @pytest.fixture(scope="session")

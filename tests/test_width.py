@@ -311,7 +311,7 @@ def test_back_off_needs_a_loss():
         back_off.drafted(committed, 2.4)
         assert back_off.drafting
     play(back_off, 10, committed=5)
-    assert "ar" not in play(back_off, 8, committed=1)
+    assert "ar" not in play(back_off, 4, committed=1)
     assert "ar" in play(back_off, 8, committed=1)  # but not for ever: the bank is limited
 
 
