@@ -224,7 +224,7 @@ class Decoder:
         stop_ids = wanted.stop_ids
         room, full = self._room(prompt_ids, wanted.max_new_tokens)
         policy = self._policy(wanted.method, wanted.width, len(prompt_ids), room)
-        request = self._request(wanted, policy.width)
+        request = self._request(wanted, policy != FixedWidth(0))
         started = time.perf_counter()
         state, output = self.state, Output(stop_reason=full)
         self.output = output
@@ -282,10 +282,10 @@ class Decoder:
             self.deployment = Deployment(self)
         return self.deployment.policy(width, own_method, prompt_tokens, new_tokens)
 
-    def _request(self, options: Options, width: int) -> Request:
-        """What the rounds need of `options`, where they begin with trees of `width` nodes."""
+    def _request(self, options: Options, drafts: bool) -> Request:
+        """What the rounds need of `options`; drafts: the width is not 0 for good."""
         method = METHODS.get(options.method, options.method)
-        if method is best_first and width == 0:
+        if method is best_first and not drafts:
             method = no_tree
         if self.draft is None and method in (chain, best_first):
             raise UsageError("this method needs a draft head; give one, or use method 'ar'")

@@ -51,9 +51,9 @@ def label(axes, title: str, x: str, y: str, legend: bool = True) -> None:
 # One function a picture: from the file's values to a figure
 
 def latency(probe: dict):
-    """Target pass against n; probe: {"packed": [n], "milliseconds" or "settle_ms": [ms]}."""
+    """Target pass against n; probe: {"packed": [n], "settle_ms": [ms]}."""
     figure, (axes,) = new_figure()
-    cost = CostModel.fit(probe["packed"], probe.get("milliseconds") or probe["settle_ms"])
+    cost = CostModel.fit(probe["packed"], probe["settle_ms"])
     axes.plot(cost.packed, cost.milliseconds, "o-", label="measured")
     ends = [cost.packed[0], cost.packed[-1]]
     fit = f"{cost.intercept:.1f} + {cost.slope:.3f} n, fitted from n = {FIT_FROM}"
@@ -146,10 +146,10 @@ def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
     if "findings" in values:
         return {"lengths": (lengths, values), "scores": (scores, values)}
     if "rows" in values:
-        probes = {f"latency-{probe['prefix']}": (latency, probe) for probe in values.get("probes", [])}
+        probes = {f"latency-{probe['prefix']}": (latency, probe["costs"]) for probe in values.get("probes", [])}
         return {"speedup": (speedup, values)} | probes
     probe = values.get("costs", values)
-    if isinstance(probe, dict) and "packed" in probe and {"milliseconds", "settle_ms"} & probe.keys():
+    if isinstance(probe, dict) and {"packed", "settle_ms"} <= probe.keys():
         return {"latency": (latency, probe)}
     return {}
 

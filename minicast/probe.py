@@ -32,7 +32,7 @@ from minicast.width import (
     decide, round_times,
 )
 from model.default_model import cache_directory
-from model.errors import UserError
+from model.errors import UsageError, UserError
 from model.files import write_atomically
 from model.linear import Linear
 
@@ -149,7 +149,7 @@ class Passes:
 
     def __init__(self, decoder: Decoder, prefix: int, positions: int = 0):
         self.decoder, self.state, self.prefix = decoder, decoder.state, prefix
-        self.request: Request = decoder._request(Options(), 1)
+        self.request: Request = decoder._request(Options(), drafts=True)
         decoder.reset()
         decoder._reserve(max(prefix, positions))
         self.propose(MAX_WIDTH)  # its first rows are a pack of any smaller width
@@ -244,38 +244,34 @@ class FullProbe:
 
     Attributes:
         device, prefix: where, and after how many positions
-        packed, milliseconds: the table
+        costs: what was measured
         slope, intercept: ms a row and ms, of the line fitted from n = 16 on
-        draft_ms, widest_draft_ms: draft, tree and pack at the widths PROPOSED
-        steady: as in `Costs`
         decision: the rule's, on the pair's mass curve; None where that is not known yet
     """
 
     device: str
     prefix: int
-    packed: tuple[int, ...]
-    milliseconds: tuple[float, ...]
+    costs: Costs
     slope: float
     intercept: float
-    draft_ms: float
-    widest_draft_ms: float
-    steady: bool
     decision: Decision | None
 
     def lines(self) -> list[str]:
         """Markdown: the table, the fit, N* and why."""
-        times = " | ".join(f"{ms:.1f}" for ms in self.milliseconds)
+        costs = self.costs
+        times = " | ".join(f"{ms:.1f}" for ms in costs.settle_ms)
+        narrow, wide = costs.propose_ms
         lines = [
-            "| packed rows n | " + " | ".join(map(str, self.packed)) + " |",
-            "|---|" + "---:|" * len(self.packed),
+            "| packed rows n | " + " | ".join(map(str, costs.packed)) + " |",
+            "|---|" + "---:|" * len(costs.packed),
             f"| ms | {times} |",
             "",
             f"- paper's probe on {self.device}: verify, walk and commit of random tokens after {self.prefix} "
             f"positions, medians of {PAPER_REPEATS} after {PAPER_WARM_UPS} warm-ups",
             f"- fit from n = {FIT_FROM} on: {self.intercept:.2f} + {self.slope:.4f} n ms; draft with a tree of "
-            f"{PROPOSED[0]} {self.draft_ms:.2f} ms, of {PROPOSED[1]} {self.widest_draft_ms:.2f} ms",
+            f"{PROPOSED[0]} {narrow:.2f} ms, of {PROPOSED[1]} {wide:.2f} ms",
         ]
-        if not self.steady:
+        if not costs.steady:
             lines.append(f"- the probe was {DISTURBED}: measure again when it is quiet")
         if self.decision is None:
             return [*lines, "- no N* follows yet: no mass curve of this pair is known"]
@@ -358,10 +354,8 @@ class Deployment:
         prefix = min(prefix, self.decoder.target.context)
         costs = paper_probe(self.decoder, prefix)
         cost = costs.model(self.decoder.state.buckets)
-        return FullProbe(
-            device_name(self.decoder), prefix, cost.packed, cost.milliseconds, cost.slope, cost.intercept,
-            *costs.propose_ms, costs.steady, self.decision(costs),
-        )
+        decision = self.decision(costs)
+        return FullProbe(device_name(self.decoder), prefix, costs, cost.slope, cost.intercept, decision)
 
     @property
     def known_masses(self) -> list[float]:
@@ -446,13 +440,28 @@ def read_costs(path: Path, key: dict) -> Costs | None:
     """What was measured under this key; None if nothing usable."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values["key"] != key:
-            return None
-        costs = Costs(*(tuple(values["costs"][name]) for name in ("packed", "settle_ms", "propose_ms")))
-        costs.model()  # refuses what is no measurement
-        return costs if len(costs.propose_ms) == len(PROPOSED) else None
+        return costs_of(values["costs"]) if values["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def costs_of(values: dict) -> Costs:
+    """Costs from their JSON. KeyError, TypeError or ValueError for anything else."""
+    costs = Costs(*(tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms")))
+    costs.model()  # refuses what is no measurement
+    if len(costs.propose_ms) != len(PROPOSED):
+        raise ValueError(f"times of {len(costs.propose_ms)} widths proposed, not {len(PROPOSED)}")
+    return costs
+
+
+def costs_file(path: Path) -> Costs:
+    """The costs in a file of `bench --probe-full --out`, of whose probes the first counts, or of the cache."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return costs_of((values["probes"][0] if "probes" in values else values)["costs"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        hint = "give what `python -m minicast.bench --probe-full --out FILE.json` wrote"
+        raise UsageError(f"{path} holds no measured costs ({error!r}): {hint}") from error
 
 
 def write_json(path: Path, values: dict) -> None:

@@ -2,6 +2,7 @@
 
     python -m minicast.replay --prompts FILE... --out DIR      record what is missing in DIR, then analyse it
     python -m minicast.replay --analyse --out DIR              analyse only: no model is loaded
+    python -m minicast.replay ... --costs FILE                 and compare width policies, see minicast/policies.py
 
 A greedy answer is the same whatever is proposed. So the target answers all prompts in batches, the drafter
 drafts at every position of the answers, many blocks in a pass, and the best tokens of each depth are kept.
@@ -521,6 +522,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="keeps the recorded rounds, a file a prompt, with analysis.json and curve.json")
     parser.add_argument("--analyse", action="store_true", help="analyse what DIR holds, record nothing")
     parser.add_argument("--curve", type=Path, metavar="FILE.json", help="write the mass curve there too")
+    parser.add_argument("--costs", type=Path, metavar="FILE.json",
+                        help="what `bench --probe-full --out` measured: compare width policies at these costs")
     parser.add_argument("--prompts", nargs="+", type=Path, default=[PROMPTS], metavar="FILE",
                         help="JSONL with prompt, question, text, problem or turns; not those you evaluate "
                         "on; default: a small set of our own")
@@ -539,6 +542,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
+    if arguments.costs:
+        from minicast.probe import costs_file
+
+        costs = costs_file(arguments.costs)  # a wrong file is told before anything is recorded
     if not arguments.analyse:
         record_prompts(arguments)
     settings, recordings = read_recordings(arguments.out)
@@ -549,6 +556,11 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         domains[answer.recording.domain].append(answer)
     findings = [analyse(group, domain) for domain, group in domains.items()]
     findings.append(analyse(answers))
+    policies = None
+    if arguments.costs:
+        from minicast.policies import compare
+
+        policies = compare(domains, findings[-1].masses, findings[-1].accepted, costs)
     curve = mass_curve(findings[-1], settings["target"], settings["draft"])
 
     report = {
@@ -558,12 +570,13 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "rank_cap": RANK_CAP,
         "curve_width": CURVE_WIDTH,
         "findings": [asdict(finding) for finding in findings],
+        "policies": policies and asdict(policies),
     }
     write_atomically(arguments.out / "analysis.json", json.dumps(report) + "\n")
     for path in (arguments.out / "curve.json", arguments.curve):
         if path:
             write_atomically(path, json.dumps(asdict(curve)) + "\n")
-    print("\n".join(table(findings)))
+    print("\n".join(table(findings) + (["", *policies.lines()] if policies else [])))
     if curve.rounds < CURVE_ROUNDS:
         print(f"replay: the mass curve rests on {curve.rounds} rounds, the paper's on {CURVE_ROUNDS}: "
               "more prompts would make it firmer", file=sys.stderr)

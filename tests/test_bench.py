@@ -518,7 +518,7 @@ def test_program_probes_as_the_paper_does(flags, tmp_path, monkeypatch, capsys):
     out = tmp_path / "probed.json"
     assert bench.main([*flags, "--methods", "ar", "--probe-full", "--out", str(out)]) == 0
     probed = json.loads(out.read_text())["probes"][0]
-    assert probed["packed"] == [1, 16, 24, 32, 48, 64, 96, 128] and min(probed["milliseconds"]) > 0
+    assert probed["costs"]["packed"] == [1, 16, 24, 32, 48, 64, 96, 128] and min(probed["costs"]["settle_ms"]) > 0
     fit = f"{probed['intercept']:.2f} + {probed['slope']:.4f} n ms"
     assert fit in out.with_suffix(".md").read_text() and probed["decision"] is None
     assert bench.main([*flags, "--methods", "ar", "--out", str(out)]) == 0

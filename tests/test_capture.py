@@ -277,7 +277,7 @@ def test_padding_leaves_committed_slots_untouched(models, body):
         state = decoder.state
         P = state.prefix
         before = state.target_cache.data[..., :P, :].clone(), state.features[:, :P].clone()
-        request = decoder._request(Options(), 7)
+        request = decoder._request(Options(), drafts=True)
         with torch.no_grad():
             pack(state, tree_of([(5, -1), (6, 0)]))
             settle(state, request, n)

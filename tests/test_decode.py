@@ -580,3 +580,27 @@ def test_a_sampled_round_reads_one_choice_a_visited_row(models, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "item", lambda self: reads.append(1) or item(self))
     step = next(rounds)
     assert len(reads) == len(step.path)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_policy_may_begin_with_pauses(body):
+    """A policy of one's own that starts at width 0 drafts later on, and the text stays AR's."""
+
+    class Late:
+        rounds = 0
+
+        @property
+        def width(self):
+            return 5 if self.rounds >= 10 else 0
+
+        def trim(self, tree):
+            return tree
+
+        def observe(self, width, committed):
+            self.rounds += 1
+
+    target, draft = tiny_target(), tiny_draft()
+    expected = Decoder(target).generate(prompt_of(9), method="ar", max_new_tokens=30).token_ids
+    out = Decoder(target, draft, attention=body, max_length=64).generate(prompt_of(9), width=Late(), max_new_tokens=30)
+    assert out.token_ids == expected
+    assert out.widths[:10] == [0] * 10 and set(out.widths[10:]) == {5}

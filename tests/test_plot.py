@@ -36,10 +36,10 @@ FILES = {
     "bench": (bench(), ["speedup"]),
     "probe": ({"costs": {"packed": [1, 4, 16, 32], "settle_ms": [20.0, 21.0, 30.0, 46.0]}}, ["latency"]),
     "probed": (
-        bench() | {"probes": [{"prefix": 99, "packed": [16, 32], "milliseconds": [30.0, 46.0]}]},
+        bench() | {"probes": [{"prefix": 99, "costs": {"packed": [16, 32], "settle_ms": [30.0, 46.0]}}]},
         ["speedup", "latency-99"],
     ),
-    "paper": ({"packed": [16, 32], "milliseconds": [30.0, 46.0], "slope": 1.0}, ["latency"]),
+    "table": ({"packed": [16, 32], "settle_ms": [30.0, 46.0]}, ["latency"]),
 }
 
 

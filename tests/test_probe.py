@@ -160,12 +160,13 @@ def test_full_probe(target, draft, table):
     table.ms = {n: 10 + 0.05 * n for n in range(2, 128)} | {1: 3.0, 128: 16.4 + 20}
     decoder = Decoder(target, draft)
     found = Deployment(decoder).full_probe()
-    assert found.packed == (1, 16, 24, 32, 48, 64, 96, 128)
-    assert table.asked == [*found.packed, -PROPOSED[0], -PROPOSED[1]] and table.how == (8, 30)
-    assert found.milliseconds == tuple(table.ms[n] for n in found.packed)
-    line = linear_regression(found.packed[1:], found.milliseconds[1:])
+    assert found.costs.packed == (1, 16, 24, 32, 48, 64, 96, 128)
+    assert table.asked == [*found.costs.packed, -PROPOSED[0], -PROPOSED[1]] and table.how == (8, 30)
+    packed, milliseconds = found.costs.packed, found.costs.settle_ms
+    assert milliseconds == tuple(table.ms[n] for n in packed)
+    line = linear_regression(packed[1:], milliseconds[1:])
     assert (found.slope, found.intercept) == (pytest.approx(line.slope), pytest.approx(line.intercept))
-    cost = CostModel.fit(found.packed, found.milliseconds)
+    cost = CostModel.fit(packed, milliseconds)
     assert found.decision.width == stopping_width(GOOD, cost, table.draft_ms) == 82
     text = "\n".join(found.lines())
     assert found.prefix == 512 and "after 512 positions" in text  # 1,024 do not fit this context

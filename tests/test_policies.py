@@ -1,0 +1,99 @@
+"""Policies by replay: their rounds are the decoder's, their times what the costs say."""
+
+import json
+
+import pytest
+
+from minicast import policies, replay
+from minicast.decode import Decoder
+from minicast.policies import by_domain, compare, decode_ms
+from minicast.probe import Costs
+from minicast.replay import EVERYTHING, Replayable
+from minicast.width import AutoWidth, BackOff, FixedWidth, RoundWidth
+from test_replay import PROMPTS, TOKENS, models, recorded  # noqa: F401  models is a fixture
+
+COSTS = Costs((1, 4, 8, 16), (10.0, 11.0, 13.0, 20.0), (3.0, 4.0))
+TIMES = COSTS.times(())
+
+
+@pytest.fixture(scope="module")
+def answers(models):  # noqa: F811
+    return [Replayable.of(recorded(models, prompt)) for prompt in PROMPTS]
+
+
+def policies_of(back_off):
+    return {
+        "fixed": FixedWidth(5),
+        "ar": FixedWidth(0),
+        "auto": AutoWidth(6, TIMES, back_off),
+        "round": RoundWidth(TIMES, COSTS.draft_ms, 1.0 / TIMES[0], back_off),
+    }
+
+
+@pytest.mark.parametrize("name", policies_of(None))
+@pytest.mark.parametrize("purse", [0.5, 50.0])
+def test_rounds_and_times_are_those_of_the_decoder(models, answers, name, purse):  # noqa: F811
+    """The decoder runs the same policy object on the same prompts, with pauses (a small purse) and without."""
+    mine, its = policies_of(BackOff(purse))[name], policies_of(BackOff(purse))[name]
+    drafted = 0
+    for prompt, answer in zip(PROMPTS, answers):
+        output = Decoder(*models).generate(prompt, width=its, max_new_tokens=TOKENS)
+        ms = 0.0
+        for N, R in zip(output.widths, output.round_lengths):
+            ms += TIMES[N]  # N = 0 is AR, unless a width a round drafted for nothing: not with these drafts
+            drafted += N > 0
+        assert decode_ms(answer, mine, TIMES, COSTS.draft_ms) == pytest.approx(ms)
+        assert vars(mine).get("back_off") == vars(its).get("back_off")
+    assert (drafted == 0) == (name == "ar")
+
+
+class Drafting(BackOff):
+    """Never pauses."""
+
+    def drafted(self, committed, ar_tokens):
+        pass
+
+
+def test_a_round_that_drafts_for_nothing_pays_the_draft(answers):
+    """A width a round may verify nothing: it costs the draft and AR's pass."""
+    policy = RoundWidth(TIMES, COSTS.draft_ms, 1e9, Drafting())  # time is dear: no node pays
+    last = len(answers[0].needs["cast"])
+    assert decode_ms(answers[0], policy, TIMES, COSTS.draft_ms) == pytest.approx(last * (TIMES[0] + COSTS.draft_ms))
+
+
+def test_speeds_are_tokens_over_time(answers):
+    """AR is 1 by definition; over all domains the mean."""
+    domains = {"a": answers[:1], "b": answers[1:]}
+    assert by_domain(domains, lambda _: FixedWidth(0), TIMES, COSTS.draft_ms) == {"a": 1, "b": 1, EVERYTHING: 1}
+    speeds = by_domain(domains, lambda _: FixedWidth(3), TIMES, COSTS.draft_ms)
+    rounds = len(answers[0].replay("cast", 3))
+    assert speeds["a"] == pytest.approx(len(answers[0].needs["cast"]) * TIMES[0] / (rounds * TIMES[3]))
+    assert speeds[EVERYTHING] == pytest.approx((speeds["a"] + speeds["b"]) / 2)
+
+
+def test_the_table_names_the_best_width(answers):
+    """Where drafting is free the widest tree is best, where it is dear AR is; auto follows."""
+    domains, masses = {"tiny": answers}, [0.5 / rank for rank in range(1, 128)]
+    free = compare(domains, masses, [], Costs((1, 4, 16), (10.0, 10.0, 10.0), (1e-6, 1e-6)))
+    assert free.predicted == 15 and max(free.fixed["tiny"], key=free.fixed["tiny"].get) <= 15
+    dear = compare(domains, masses, [], Costs((1, 4, 16), (10.0, 40.0, 160.0), (100.0, 101.0)))
+    assert dear.predicted == 0 and dear.chosen["tiny"]["auto"] == 1
+    assert "| tiny | 1.00 | 1.00 |" in dear.lines()[2] and "| AR | 1.00 | 0.0 |" in dear.lines()[2]
+
+
+def test_costs_from_a_file(tmp_path, capsys):
+    """A probe's file or the cache's; anything else is one line before anything is recorded."""
+    wrong, right = tmp_path / "wrong.json", tmp_path / "right.json"
+    wrong.write_text("{}")
+    assert replay.main(["--out", str(tmp_path / "rounds"), "--costs", str(wrong)]) == 2
+    assert "holds no measured costs" in capsys.readouterr().err and not (tmp_path / "rounds").exists()
+    values = {"packed": [1, 4], "settle_ms": [1.0, 2.0], "propose_ms": [1.0, 1.5]}
+    for file in ({"costs": values}, {"rows": [], "probes": [{"costs": values}]}):
+        right.write_text(json.dumps(file))
+        assert policies.Costs((1, 4), (1.0, 2.0), (1.0, 1.5)) == replay_costs(right)
+
+
+def replay_costs(path):
+    from minicast.probe import costs_file
+
+    return costs_file(path)
