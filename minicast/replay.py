@@ -27,6 +27,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from minicast.program import Parser, start
+
+start(__name__)  # before torch is imported
+
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -41,8 +45,8 @@ from minicast.tree import Tree, ranked_tree, top_ranked
 from minicast.width import MAX_WIDTH
 from model import hub, train_data
 from model.dflash import DraftHead
-from model.errors import UserError
-from model.files import write_atomically
+from model.errors import UsageError, UserError
+from model.files import check_directory, write_atomically
 from model.transformer import KVCache, Target, Window
 
 RANKS = 32          # tokens kept at each depth
@@ -516,7 +520,7 @@ def table(findings: Sequence[Finding]) -> list[str]:
 # The command line
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m minicast.replay", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m minicast.replay", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR",
                         help="keeps the recorded rounds, a file a prompt, with analysis.json and curve.json")
     parser.add_argument("--analyse", action="store_true", help="analyse what DIR holds, record nothing")
@@ -539,6 +543,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
+    check_directory(arguments.out, "--out")
     if not arguments.analyse:
         record_prompts(arguments)
     settings, recordings = read_recordings(arguments.out)
@@ -578,7 +583,7 @@ def record_prompts(arguments: argparse.Namespace) -> None:
     prompts = read_prompts(arguments.prompts, arguments.limit)
     placement = Placement.choose(arguments.device, arguments.dtype)
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts=True)
-    head = head_digest(choice.draft)
+    head, tokenizer = head_digest(choice.draft), choice.tokenizer()  # so both names are right
     claim(
         arguments.out,
         {
@@ -589,7 +594,6 @@ def record_prompts(arguments: argparse.Namespace) -> None:
         },
         {"draft": hub.source(choice.draft, "draft"), "head": head},
     )
-    tokenizer = choice.tokenizer()
     target, draft = choice.load(placement)
     domains = {tuple(tokenizer.encode_chat(prompt.text)): prompt.domain for prompt in prompts}
     file = arguments.out / "answers.jsonl"
@@ -620,7 +624,7 @@ def claim(directory: Path, settings: dict, head: dict) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if path.exists() and not settings.items() <= json.loads(path.read_text()).items():
-            raise UserError(f"{directory} holds answers of other settings: delete it or change --out")
+            raise UsageError(f"{directory} holds answers of other settings: delete it or change --out")
         write_atomically(path, json.dumps(settings | head, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {directory}: {error.strerror}") from error
@@ -630,7 +634,7 @@ def read_recordings(directory: Path) -> tuple[dict, list[Recording]]:
     """The settings, and every answer with a round that their head drafted, in the files' order."""
     path = directory / "settings.json"
     if not path.exists():
-        raise UserError(f"{directory} holds no recorded rounds: run without --analyse first")
+        raise UsageError(f"{directory} holds no recorded rounds: run without --analyse first")
     settings = json.loads(path.read_text())
     files = sorted(directory.glob(f"{settings['head'][:8]}-*.safetensors"))
     recordings = [recording for recording in map(Recording.load, files) if len(recording.answer) > 1]

@@ -61,7 +61,7 @@ def test_says_what_it_cannot_draw(tmp_path, capsys):
     other = [write(tmp_path / f"{k}.json", values) for k, values in enumerate(({"a": 1}, [1], "x"))]
     (tmp_path / "text.json").write_text("{")
     for file in [*other, str(tmp_path / "text.json"), str(tmp_path / "none.json")]:
-        assert plot.main([file]) == 1
+        assert plot.main([file]) == (2 if "none" in file else 1)
         message = capsys.readouterr().err
         assert file in message and message.count("\n") == 1
 

@@ -110,7 +110,7 @@ def test_help_and_usage_errors_do_not_import_torch():
         "for flags in (['--help'], ['-p', 'x', '--temperature', 'hot'], ['--raw']):\n"
         "    try: run.main(flags)\n"
         "    except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules or 'minicast' in sys.modules)"
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
 
@@ -330,7 +330,7 @@ def test_user_errors_are_one_line(cli):
     cases = [
         (("-p", "x" * 300, "--raw"), 2, "256"),
         (("-p", "", "--raw"), 2, "no tokens"),
-        (("--model", "/nowhere/at/all"), 1, "/nowhere/at/all"),
+        (("--model", "/nowhere/at/all"), 2, "/nowhere/at/all"),
     ]
     for flags, expected_status, word in cases:
         status, out, err = cli(*flags)
