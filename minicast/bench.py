@@ -11,6 +11,10 @@ The clocks of an answer are in `minicast.decode`, the definitions of the figures
 beside them in `minicast.machine`, whether the tokens are right in `minicast.audit`, tables in `minicast.report`.
 """
 
+from minicast.program import Parser, start
+
+start(__name__)  # before anything slow is imported
+
 import argparse
 import hashlib
 import json
@@ -20,10 +24,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from minicast.program import Parser, start
-
-start(__name__)  # before torch is imported
 
 import torch
 from tqdm import tqdm

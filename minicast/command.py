@@ -160,14 +160,14 @@ class Choice:
                 print(hint, file=sys.stderr)
         else:
             pair = hub.pair_for_target(target)
-        check_name(target)  # a wrong path is the nearer mistake
+        hub.check_name(target)  # a wrong path is the nearer mistake
         if not drafts:
             return cls(target, None, pair)
         if draft is None and pair is None:
             way_out = "name one with --draft-model (run.py --method ar needs none)"
             raise UsageError(f"no draft head is known for {target}: {way_out}")
         if draft is not None:
-            check_name(draft)  # before the target is loaded
+            hub.check_name(draft)  # before the target is loaded
         return cls(target, pair.name if draft is None else draft, pair)
 
     def source(self) -> str:
@@ -194,14 +194,6 @@ class Choice:
             if vocabulary is not None:
                 draft.restrict(frequent_tokens(draft)[:vocabulary], target)
         return target, draft
-
-
-def check_name(name: str) -> None:
-    """UsageError for what can be the name of no checkpoint: neither a known pair, nor a checkpoint's directory, nor an
-    id that the hub could know."""
-    directory = None if hub.known_pair(name) else hub.local_directory(name)
-    if directory and not (directory / "config.json").is_file():
-        raise UsageError(f"{name} holds no config.json: give the directory of a checkpoint")
 
 
 def frequent_tokens(draft: DraftHead) -> list[int]:

@@ -10,6 +10,10 @@ Beside each time stands its floor: the bytes that the pass has to read, over the
     device.
 """
 
+from minicast.program import Parser, start
+
+start(__name__)  # before anything slow is imported
+
 import argparse
 import json
 import statistics
@@ -20,10 +24,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-
-from minicast.program import Parser, start
-
-start(__name__)  # before torch is imported
 
 import torch
 from torch import Tensor
@@ -469,10 +469,14 @@ def _main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
-    if arguments.stage is None:
-        return guarded("gpu_check", lambda: main(arguments))
-    run_stage(arguments.stage, arguments.shape, Findings(arguments.out or Path("gpu-check")))
-    return 0
+
+    def run() -> int:
+        if arguments.stage is None:
+            return main(arguments)
+        run_stage(arguments.stage, arguments.shape, Findings(arguments.out or Path("gpu-check")))
+        return 0
+
+    return guarded("gpu_check", run)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ What a file holds decides what is drawn, after the file's own name:
 Nothing is measured here, and only the line is computed.
 """
 
+from minicast.program import Parser, start
+
+start(__name__)  # before anything slow is imported
+
 import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from minicast.program import Parser, start
-
-start(__name__)  # before torch is imported
 
 from minicast.command import guarded
 from minicast.width import FIT_FROM, CostModel

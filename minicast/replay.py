@@ -17,6 +17,10 @@ Symbols: T tokens of an answer, b pending root, L block depth, K rank cap, N wid
 A round can start at T - 1 positions: the last token of an answer is no root. Nothing here reads a clock.
 """
 
+from minicast.program import Parser, start
+
+start(__name__)  # before anything slow is imported
+
 import argparse
 import hashlib
 import json
@@ -26,10 +30,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from minicast.program import Parser, start
-
-start(__name__)  # before torch is imported
 
 import torch
 from safetensors import safe_open

@@ -160,6 +160,14 @@ def local_directory(name: str) -> Path | None:
     return None
 
 
+def check_name(name: str) -> None:
+    """UsageError for what can be the name of no checkpoint: neither a known pair, nor a checkpoint's directory, nor an
+    id that the hub could know."""
+    directory = None if known_pair(name) else local_directory(name)
+    if directory and not (directory / "config.json").is_file():
+        raise UsageError(f"{name} holds no config.json: give the directory of a checkpoint")
+
+
 def source(name: str | os.PathLike, kind: str) -> str:
     """Where the weights of `name` come from, for people: a package, a hub id or a directory."""
     pair = known_pair(os.fspath(name))

@@ -30,7 +30,7 @@ from model.config import read_config, target_config
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, write_atomically
-from model.hub import resolve
+from model.hub import check_name, resolve
 from model.linear import Linear
 from model.tokenizer import load_tokenizer
 from model.train_data import (
@@ -161,8 +161,8 @@ class Trainer:
     def shape(self) -> str:
         """What of the head a run must share with the checkpoint that it goes on from."""
         config = self.draft.config
-        taps = ", ".join(map(str, config.taps))
-        return f"{config.layers} layers of {config.hidden}, {config.intermediate}, block {config.block_size}, taps {taps}"
+        sizes, taps = f"{config.hidden} and {config.intermediate}", ", ".join(map(str, config.taps))
+        return f"{config.layers} layers of {sizes}, block {config.block_size}, taps {taps}"
 
     def save(self) -> None:
         """Write the checkpoint."""
@@ -194,8 +194,8 @@ class Trainer:
             raise UserError(f"{self.checkpoint} is damaged, or of another head: {way_out}") from error
         if shape != self.shape():
             raise UsageError(
-                f"the checkpoint is of a head with {shape}, the flags ask for {self.shape()}: give the same flags again, "
-                f"or {way_out}"
+                f"the checkpoint is of a head with {shape}, the flags ask for {self.shape()}: "
+                f"give the same flags again, or {way_out}"
             )
         tell(f"going on at minute {self.progress.seconds / 60:.1f}")
 
@@ -409,6 +409,9 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
     if not arguments.out.name:
         raise UsageError(f"--out {arguments.out}: give the directory a name of its own")
     check_directory(arguments.out, "--out")
+    check_name(arguments.target)
+    if arguments.init is not None:
+        check_name(arguments.init)
     given = read_inputs(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = faster_dtype(device)
@@ -432,7 +435,8 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
         draft.config = dataclasses.replace(draft.config, mask_token_id=unused_token(examples, target.vocab_size))
     train, held_out = split(examples, arguments.held_out)
     if not train:
-        raise UserError(f"{len(examples)} answers are too few with {arguments.held_out} of each file held out: see --held-out")
+        held_out_of = f"{arguments.held_out} of each file held out: see --held-out"
+        raise UserError(f"{len(examples)} answers are too few with {held_out_of}")
     head = LossHead.of(lm_head, {token for example in train for token in example.response})
     readings = ReadingCache(work_directory(arguments.out) / "readings", target, draft.taps, arguments.target)
     sampler = Sampler(train, readings)

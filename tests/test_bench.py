@@ -628,3 +628,22 @@ def test_program_refuses_bad_flags(flag, value, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main([flag, value])
     assert stop.value.code == 2 and flag in capsys.readouterr().err
+
+
+def test_one_prompt_has_no_interval():
+    """A resample of one is always the same: [x, x] would say that x is certain. One such domain spoils the mean's."""
+    one, two = torch.tensor([2.0], dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)
+    for values in ([one], [one, two]):
+        estimate = figures.bootstrap(values, seed=0)
+        assert estimate == Estimate(2.0, None, None) and str(estimate) == "2.00"
+    assert str(figures.bootstrap([two], seed=0)) == "2.00 [1.00, 3.00]"
+
+
+def test_a_prompt_file_that_is_not_there_is_a_usage_error(tmp_path, capsys):
+    for file in (tmp_path / "none.jsonl", tmp_path):
+        assert bench.main(["--prompts", str(file)]) == 2
+        assert str(file) in capsys.readouterr().err
+    blocked = tmp_path / "file"
+    blocked.touch()
+    assert bench.main(["--random-weights", "tiny", "--out", str(blocked / "x.json")]) == 2
+    assert "is a file" in capsys.readouterr().err

@@ -318,3 +318,10 @@ def test_failures_are_one_line(command, capsys):
     assert capsys.readouterr().err.count("\n") == 1
     assert command("--out", str(out / "settings.json"))[0] == 2
     assert "is a file: name a directory" in capsys.readouterr().err
+
+
+def test_a_wrong_model_claims_no_directory(command, tmp_path, capsys):
+    """What was claimed for one that is none would refuse the right one."""
+    (tmp_path / "target" / "tokenizer.json").unlink()
+    status, out = command()
+    assert status == 1 and not out.exists() and "tokenizer.json" in capsys.readouterr().err

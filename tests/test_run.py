@@ -340,7 +340,8 @@ def test_user_errors_are_one_line(cli):
 def test_target_without_known_head(capsys, models):
     """The way out is in the message, and AR needs no head."""
     assert run.main(["-p", "x", "--model", models[0]]) == 2
-    assert "--draft-model" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--draft-model" in err and "--method ar" in err
     assert run.main(["-p", "x", "--model", models[0], "--method", "ar", "--max-new-tokens", "2"]) == 0
 
 
@@ -532,3 +533,17 @@ def test_default_model_answers(capsys):
     assert run.main(["-p", "What is the capital of France?", "--max-new-tokens", "16"]) == 0
     captured = capsys.readouterr()
     assert "Paris" in captured.out and "SmolLM2-135M-Instruct" in captured.err
+
+
+def test_names_that_are_none_are_refused_before_loading(capsys, models, tmp_path, monkeypatch):
+    """Exit status 2, also where no head is needed; an empty name is no default, and the nearest mistake is named."""
+    monkeypatch.setattr(command, "load_target", lambda *_, **__: pytest.fail("weights were loaded"))
+    file = tmp_path / "file"
+    file.touch()
+    for name, word in (("", "unknown model ''"), ("nope", "nope"), ("/no/where", "no such directory"),
+                       (str(file), "is a file"), (str(tmp_path), "holds no config.json")):
+        for flags in (["--model", name], ["--model", name, "--method", "ar"],
+                      ["--model", models[0], "--draft-model", name]):
+            assert run.main(["-p", "x", *flags]) == 2
+            err = capsys.readouterr().err
+            assert word in err and err.count("\n") == 1
