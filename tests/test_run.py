@@ -501,6 +501,12 @@ def test_figures_of_an_answer():
     assert answer.figures()["mean_committed_per_round"] == 2 and answer.text == "abc"
 
 
+def test_figures_of_an_answer_interrupted_in_its_first_round():
+    """The decoder has counted the round, and the screen has not seen it."""
+    answer = Answer("ar", 0, 3, Output([1, 2], [1], [0], "", 0.5, 0.1, 0.6))
+    assert any("1.00 tokens committed a round, 0.00 of them" in line for line in answer.lines())
+
+
 def test_compare_prints_all_methods(cli, expected):
     status, out, _ = cli("--raw", "--max-new-tokens", "40", "--compare")
     text, table = out.split("method  ")
