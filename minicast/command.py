@@ -1,6 +1,6 @@
-"""What the command lines share: loading a target with its head, and failing in one line.
+"""What the command lines share: loading a target with its head, failing in one line, naming flags without effect.
 
-Flags are each program's own. Nothing here knows how text is made or shown.
+Flags are each program's own; how they are read is in `program`. Nothing here knows how text is made or shown.
 """
 
 import argparse

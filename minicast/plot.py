@@ -17,7 +17,6 @@ from minicast.program import Parser, start
 
 start(__name__)  # before anything slow is imported
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence

@@ -567,7 +567,10 @@ def test_program_measures_random_weights(tmp_path, monkeypatch, capsys):
     assert text.startswith(f"**{report['remark']}**\n") and "R mean nothing" in report["remark"]
     assert report["environment"]["weights"] == "random weights of the shape tiny"
     assert report["probes"][0]["prefix"] == 40
-    for wrong, word in (["--prefix", "1024"], "--prefix"), (["--model", "smollm2"], "leave out --model"):
+    for wrong, word in (
+        (["--prefix", "1024"], "--prefix"), (["--model", "smollm2"], "leave out --model"),
+        (["--model", ""], "leave out --model"),
+    ):
         capsys.readouterr()
         assert bench.main([*tiny, *wrong]) == 2 and word in capsys.readouterr().err
     with pytest.raises(SystemExit):
