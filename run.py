@@ -9,14 +9,10 @@ import argparse
 import json
 import sys
 
+from minicast.program import Parser, complain, start
+
 METHODS = ("ar", "dflash", "cast")
 INTERRUPTED = 130  # what shells report after Ctrl-C
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        """One line, as for every other mistake; argparse alone would print the usage before it."""
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def number_or(**words):
@@ -111,14 +107,9 @@ def decoding_options(arguments: argparse.Namespace) -> dict:
 
 
 def encode_prompt(arguments: argparse.Namespace, tokenizer) -> list[int]:
-    from model.errors import UsageError
+    from minicast.command import read_stdin
 
-    text = arguments.prompt
-    if text == "-":
-        try:
-            text = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"--prompt -: stdin is not UTF-8 at byte {error.start + 1}") from error
+    text = read_stdin() if arguments.prompt == "-" else arguments.prompt
     if arguments.raw:
         return tokenizer.encode(text)
     return tokenizer.encode_chat(text, system=arguments.system, enable_thinking=arguments.enable_thinking)
@@ -156,7 +147,7 @@ def explain_width(decoder, prompt_ids: list[int], arguments) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from minicast.command import Choice, Placement, peak_memory
+    from minicast.command import Choice, Placement, note_idle_flags, peak_memory
     from minicast.decode import Decoder
     from minicast.terminal import Screen, show_answer
 
@@ -165,6 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
     autoregressive = arguments.method == "ar" or (arguments.method == "cast" and arguments.width == 0)
     probes = arguments.explain or arguments.reprobe or arguments.probe_full
     drafts = arguments.compare or probes or not autoregressive
+    note_idle_flags("run.py", arguments, METHODS if arguments.compare else (arguments.method,), drafts)
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
     if drafts and choice.pair and choice.pair.thinking != arguments.enable_thinking:
         mode = "with" if choice.pair.thinking else "without"
@@ -215,13 +207,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         from minicast.command import guarded  # imports torch, so --help and a wrong flag do not wait for it
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except ModuleNotFoundError as error:
-        print(f"run.py: {error.name} is not installed: pip install -r requirements.txt", file=sys.stderr)
+        complain(f"run.py: {error.name} is not installed: pip install -r requirements.txt")
         return 1
     return guarded("run.py", lambda: run(arguments))
 
 
 if __name__ == "__main__":
+    start(__name__)
     sys.exit(main())

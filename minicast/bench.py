@@ -11,6 +11,10 @@ The clocks of an answer are in `minicast.decode`, the definitions of the figures
 beside them in `minicast.machine`, whether the tokens are right in `minicast.audit`, tables in `minicast.report`.
 """
 
+from minicast.program import Parser, start
+
+start(__name__)  # before anything slow is imported
+
 import argparse
 import hashlib
 import json
@@ -25,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from minicast.audit import Audit, first_departure, is_failure
-from minicast.command import DTYPES, Placement, at_least, guarded
+from minicast.command import DTYPES, Placement, at_least, guarded, note_idle_flags, note_no_effect
 from minicast.decode import Decoder, Options, Output
 from minicast.figures import Record, located, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
@@ -36,7 +40,7 @@ from minicast.report import Report, commit, environment
 from minicast.subject import HEAD, PREFIX, Subject
 from minicast.width import MAX_WIDTH
 from model.errors import UsageError
-from model.files import write_atomically
+from model.files import check_directory, write_atomically
 from model.random_weights import SHAPES
 
 WARM_UP_TOKENS = 16
@@ -227,7 +231,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
         return parse
 
-    parser = argparse.ArgumentParser(prog="python -m minicast.bench", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m minicast.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE",
                         help="JSONL with prompt, question, text, problem or turns; a line's domain is its "
                         "own, else the file's name; default: a small set of our own")
@@ -284,12 +288,16 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     if arguments.gpu_check:
         from minicast import gpu_check
 
+        others = sorted(arguments.changed - {"gpu_check", "shape", "out"})
+        note_no_effect("bench", others, "on --gpu-check")
         return gpu_check.main(arguments)
     options = {name: getattr(arguments, name) for name in ("verifier", *SAMPLING)}
     if not Options(**options).sampling.greedy and arguments.audit:  # checked before anything is loaded
         raise UsageError("--audit compares with the target's best token: leave out --temperature")
     if arguments.out and arguments.out.is_dir():
         raise UsageError(f"--out {arguments.out} is a directory: name a file in it")
+    if arguments.out:
+        check_directory(arguments.out.parent, "--out")
     arms = [
         Arm(method, width)
         for method in arguments.methods
@@ -297,6 +305,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     ]
     placement = Placement.choose(arguments.device, arguments.dtype)
     drafts = arguments.methods != ["ar"] or arguments.probe_full
+    note_idle_flags("bench", arguments, arguments.methods, drafts)
+    note_no_effect("bench", sorted(arguments.changed & {"shape"}), "without --gpu-check")
     subject = Subject.of(arguments, placement, drafts)
     options["stop_ids"] = subject.stop_ids
     plan = Plan(arms, subject.questions, arguments.repeats, arguments.seed, options)
@@ -338,11 +348,11 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         probes=probes,
         audit=Audit.of(target, journal.records, subject.questions) if arguments.audit else None,
     )
-    print(report.to_markdown(), end="")
     if arguments.out:
         write_atomically(arguments.out, report.to_json())
         write_atomically(arguments.out.with_suffix(".md"), report.to_markdown())
     journal.remove()
+    print(report.to_markdown(), end="")
     for failure in report.failures:
         print(f"bench: rounding does not explain this: {failure}", file=sys.stderr)
     return 1 if report.failures else 0

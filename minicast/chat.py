@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from minicast.decode import Decoder
 from minicast.terminal import Answer, Screen, mean, show_answer
-from model.errors import UserError
+from model.errors import UsageError, UserError
 from model.tokenizer import Tokenizer
 
 HELP = """\
@@ -87,13 +87,15 @@ class Chat:
 
     def __init__(self, decoder: Decoder, conversation: Conversation, request: dict, screen: Screen):
         self.decoder, self.conversation, self.request, self.screen = decoder, conversation, request, screen
-        self.interactive = sys.stdin.isatty() and screen.stream.isatty()
+        self.interactive = bool(sys.stdin) and sys.stdin.isatty() and screen.stream.isatty()
         self.answers: list[Answer] = []
         self.commands = {"/reset": self.reset, "/stats": self.stats, "/help": lambda: note(HELP)}
 
     def run(self) -> int:
         """Until /quit or the end of input. Returns the exit status; KeyboardInterrupt after a second Ctrl-C in a row
         where a message is awaited, and after any where there is no terminal."""
+        if sys.stdin is None:
+            raise UsageError("--chat reads messages from stdin, which is closed")
         if hasattr(sys.stdin, "reconfigure"):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text: their turn is refused, in words
         if self.interactive:
@@ -120,8 +122,13 @@ class Chat:
     def take(self, message: str) -> None:
         """A command or a message."""
         if message.startswith("/"):
-            command = self.commands.get(message.strip())
-            command() if command else note(f"there is no command {message.split()[0]}: see /help")
+            name, *rest = message.split()
+            if name not in (*self.commands, "/quit"):
+                note(f"there is no command {name}: see /help")
+            elif rest:
+                note(f"{name} stands alone: leave out {' '.join(rest)!r}, or put a space before a message")
+            else:
+                self.commands[name]()
         elif message.strip():
             try:
                 self.reply(message)

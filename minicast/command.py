@@ -1,18 +1,18 @@
-"""What the command lines share: loading a target with its head, and failing in one line.
+"""What the command lines share: loading a target with its head, failing in one line, naming flags without effect.
 
-Flags are each program's own. Nothing here knows how text is made or shown.
+Flags are each program's own; how they are read is in `program`. Nothing here knows how text is made or shown.
 """
 
 import argparse
-import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
 
+from minicast.program import Unwritable, complain, interruptible, settle_streams, watched_streams
 from model import check_pair, hub, load_draft, load_target, load_tokenizer
 from model.config import read_json
 from model.dflash import FREQUENT_TOKENS, DraftHead
@@ -39,22 +39,68 @@ def guarded(program: str, run: Callable[[], int]) -> int:
     """The exit status of `run()`. What a user can cause ends in one line on stderr, never in a traceback."""
     warnings.showwarning = lambda message, *where: print(f"{program}: {message}", file=sys.stderr)
     try:
-        return run()
+        with watched_streams(), interruptible():
+            return run()
     except UserError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        complain(f"{program}: {error}")
         return error.exit_code
+    except Unwritable as error:
+        complain(f"{program}: cannot write to stdout: {error}")
+        return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader, `head` perhaps, has enough
-        # Python flushes stdout once more at its end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        complain(f"{program}: {error.filename}: {error.strerror}")
+        return 1
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        way_out = "try a smaller model, a shorter prompt or fewer new tokens"
-        print(f"{program}: out of memory; {way_out}", file=sys.stderr)
+        complain(f"{program}: out of memory; try a smaller model, a shorter prompt or fewer new tokens")
         return 1
+    finally:
+        settle_streams()
+
+
+def read_stdin() -> str:
+    """The prompt from stdin, less its last newline."""
+    if sys.stdin is None:
+        raise UsageError("--prompt -: stdin is closed")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompt -: stdin is not UTF-8 at byte {error.start + 1}") from error
+    except OSError as error:
+        raise UsageError(f"--prompt -: stdin cannot be read: {error.strerror}") from error
+
+
+def note_idle_flags(program: str, arguments: argparse.Namespace, methods: Sequence[str], drafts: bool) -> None:
+    """Say on stderr which of the flags that were given change nothing, and why.
+
+    arguments: of a `Parser`; methods: that run; drafts: a head is needed
+    """
+    idle = {}
+    if arguments.temperature == 0:
+        idle["at temperature 0"] = ["top_k", "top_p", "verifier"]
+        if program == "run.py":  # elsewhere the seed has other uses
+            idle["at temperature 0"].append("seed")
+    if "cast" not in methods:
+        idle[f"on {' and '.join(methods)}, only on cast"] = ["width", "widths", "rank_cap"]
+    if not drafts:
+        idle["where nothing is drafted"] = ["draft_model", "draft_vocabulary"]
+    if getattr(arguments, "compare", False):
+        idle["on --compare, which runs all methods"] = ["method"]
+    for reason, names in idle.items():
+        note_no_effect(program, [name for name in names if name in arguments.changed], reason)
+
+
+def note_no_effect(program: str, names: Sequence[str], reason: str) -> None:
+    flags = ", ".join("--" + name.replace("_", "-") for name in names)
+    if flags:
+        print(f"{program}: {flags}: no effect {reason}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -114,12 +160,15 @@ class Choice:
                 print(hint, file=sys.stderr)
         else:
             pair = hub.pair_for_target(target)
+        hub.check_name(target)  # a wrong path is the nearer mistake
         if not drafts:
             return cls(target, None, pair)
         if draft is None and pair is None:
-            hub.local_directory(target)  # a wrong path is the nearer mistake
-            raise UsageError(f"no draft head is known for {target}: name one with --draft-model, or use ar")
-        return cls(target, draft or pair.name, pair)
+            way_out = "name one with --draft-model (run.py --method ar needs none)"
+            raise UsageError(f"no draft head is known for {target}: {way_out}")
+        if draft is not None:
+            hub.check_name(draft)  # before the target is loaded
+        return cls(target, pair.name if draft is None else draft, pair)
 
     def source(self) -> str:
         """Where the weights come from, for people."""

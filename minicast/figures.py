@@ -66,13 +66,15 @@ class Record:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts and its 95 % interval."""
+    """A mean over prompts and its 95 % interval; None where a domain has one prompt, which says nothing of others."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
     def __str__(self) -> str:
+        if self.low is None:
+            return f"{self.mean:.2f}"
         return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
@@ -327,6 +329,9 @@ def bootstrap(figures: Sequence[Tensor], seed: int) -> Estimate | None:
     """The mean of the domains' means, resampling prompts within each. figures: (prompts,) of each domain."""
     if not all(len(values) for values in figures):
         return None
+    mean = statistics.fmean(values.mean().item() for values in figures)
+    if min(map(len, figures)) < 2:
+        return Estimate(mean, None, None)
     generator = torch.Generator().manual_seed(seed)
     means = []
     for values in figures:
@@ -334,7 +339,7 @@ def bootstrap(figures: Sequence[Tensor], seed: int) -> Estimate | None:
         means.append(values[drawn].mean(1))  # (RESAMPLES,)
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
     low, high = torch.stack(means).mean(0).quantile(ends).tolist()
-    return Estimate(statistics.fmean(values.mean().item() for values in figures), low, high)
+    return Estimate(mean, low, high)
 
 
 def summary(record: Record) -> dict:
@@ -470,7 +475,7 @@ def difference_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Whether trees commit more a round than the chain: by the interval over all domains."""
     for row in rows:
         found = row.R_difference
-        if row.domain == MEAN and found:
+        if row.domain == MEAN and found and found.low is not None:
             verdict = "lies above 0" if found.low > 0 else "lies below 0" if found.high < 0 else "contains 0"
             yield f"R of {row.arm} less R of dflash, over all prompts: {found}, an interval that {verdict}"
 

@@ -10,6 +10,10 @@ Beside each time stands its floor: the bytes that the pass has to read, over the
     device.
 """
 
+from minicast.program import Parser, start
+
+start(__name__)  # before anything slow is imported
+
 import argparse
 import json
 import statistics
@@ -25,14 +29,15 @@ import torch
 from torch import Tensor
 
 from graphs.masks import BitMask, flex
+from minicast.command import guarded
 from minicast.decode import Decoder
 from minicast.probe import Passes
 from minicast.sampling import gumbel_noise, keyed_uniform
 from model.dflash import DraftHead
-from model.errors import UserError
-from model.files import write_atomically
+from model.errors import UsageError, UserError
+from model.files import check_directory, write_atomically
 from model.linear import Linear
-from model.random_weights import random_pair
+from model.random_weights import SHAPES, random_pair
 from model.transformer import Target, dot_product_attention
 
 PROMPT = tuple(range(7, 29))
@@ -442,10 +447,14 @@ def launch(stage: str, shape: str, findings: Findings) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """For `bench --gpu-check`. arguments: out, a directory or None; shape, the name of a random pair"""
-    findings = Findings(arguments.out or Path("gpu-check"))
-    findings.clear()
+    if arguments.shape not in SHAPES:
+        raise UsageError(f"--shape {arguments.shape}: choose from {', '.join(SHAPES)}")
     if arguments.shape != "tiny" and not torch.cuda.is_available():
         raise UserError("--gpu-check needs a CUDA device; rehearse it elsewhere with --shape tiny")
+    out = arguments.out or Path("gpu-check")
+    check_directory(out, "--out")
+    findings = Findings(out)
+    findings.clear()
     for stage in STAGES:
         launch(stage, arguments.shape, findings)
     print(findings.table.read_text(), end="")
@@ -455,15 +464,19 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _main(argv: Sequence[str] | None = None) -> int:
     """One stage in its own process, or with none named all of them."""
-    parser = argparse.ArgumentParser(prog="python -m minicast.gpu_check", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m minicast.gpu_check", description=__doc__.splitlines()[0])
     parser.add_argument("--stage", choices=STAGES)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
-    if arguments.stage is None:
-        return main(arguments)
-    run_stage(arguments.stage, arguments.shape, Findings(arguments.out or Path("gpu-check")))
-    return 0
+
+    def run() -> int:
+        if arguments.stage is None:
+            return main(arguments)
+        run_stage(arguments.stage, arguments.shape, Findings(arguments.out or Path("gpu-check")))
+        return 0
+
+    return guarded("gpu_check", run)
 
 
 if __name__ == "__main__":

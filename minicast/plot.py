@@ -13,7 +13,10 @@ What a file holds decides what is drawn, after the file's own name:
 Nothing is measured here, and only the line is computed.
 """
 
-import argparse
+from minicast.program import Parser, start
+
+start(__name__)  # before anything slow is imported
+
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +25,9 @@ from pathlib import Path
 from minicast.command import guarded
 from minicast.width import FIT_FROM, CostModel
 from model.errors import UserError
+from model.files import check_directory, read_text
 
+NO_SWEEP = "has no speedup over AR at a fixed width: run bench with --methods ar,cast --widths N,..."
 NO_MATPLOTLIB = "pictures need matplotlib: pip install matplotlib"
 EVERYTHING = "all"  # replay's finding over all domains
 MEAN = "mean"       # bench's row of averages
@@ -66,26 +71,27 @@ def latency(probe: dict):
 def speedup(bench: dict):
     """Speedup over AR against N, a line a domain; N* is that of width "auto", where it was run."""
     figure, (axes,) = new_figure()
-    swept: dict[str, dict[int, float]] = {}
-    chains: dict[str, float] = {}
-    for row in bench["rows"]:
-        if row["speedup"] is None:
-            continue
-        method, _, width = row["arm"].partition(" N=")
-        if method == "cast" and width.isdigit():
-            swept.setdefault(row["domain"], {})[int(width)] = row["speedup"]
-        elif method == "dflash":
-            chains[row["domain"]] = row["speedup"]
-    for domain, points in swept.items():
+    chains = {row["domain"]: row["speedup"] for row in bench["rows"] if row["arm"] == "dflash"}
+    for domain, points in swept_widths(bench).items():
         style = {"color": "black", "linewidth": 2.5} if domain == MEAN else {}
         (line,) = axes.plot(sorted(points), [points[N] for N in sorted(points)], "o-", label=domain, **style)
-        if domain in chains:
+        if chains.get(domain) is not None:
             axes.axhline(chains[domain], color=line.get_color(), linestyle=":", linewidth=1)
     for N in predicted_widths(bench):
         axes.axvline(N, color="tab:red", linestyle="--", label=f"predicted N* = {N}")
     axes.axhline(1.0, color="grey", linewidth=0.8)
     label(axes, "Speedup over AR (dotted: the chain)", "width N", "×")
     return figure
+
+
+def swept_widths(bench: dict) -> dict[str, dict[int, float]]:
+    """By domain and width N, the speedups that the file has; none where AR was not run, or no N was fixed."""
+    swept: dict[str, dict[int, float]] = {}
+    for row in bench["rows"]:
+        method, _, width = row["arm"].partition(" N=")
+        if method == "cast" and width.isdigit() and row["speedup"] is not None:
+            swept.setdefault(row["domain"], {})[int(width)] = row["speedup"]
+    return swept
 
 
 def predicted_widths(bench: dict) -> list[int]:
@@ -147,7 +153,7 @@ def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
         return {"lengths": (lengths, values), "scores": (scores, values)}
     if "rows" in values:
         probes = {f"latency-{probe['prefix']}": (latency, probe["costs"]) for probe in values.get("probes", [])}
-        return {"speedup": (speedup, values)} | probes
+        return ({"speedup": (speedup, values)} if swept_widths(values) else {}) | probes
     probe = values.get("costs", values)
     if isinstance(probe, dict) and {"packed", "settle_ms"} <= probe.keys():
         return {"latency": (latency, probe)}
@@ -157,7 +163,7 @@ def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
 # The command line
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m minicast.plot", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m minicast.plot", description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json",
                         help="of bench, replay or a probe")
     parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR", help="default: here")
@@ -166,12 +172,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(files: Sequence[Path], out: Path) -> int:
+    check_directory(out, "--out")
     for file in files:
-        drawn = pictures(read(file))
+        values = read(file)
+        drawn = pictures(values)
+        unswept = "rows" in values and "speedup" not in drawn
         if not drawn:
-            raise UserError(f"{file} is not the output of bench, replay or a probe: there is nothing to draw")
-        for name, (draw, values) in drawn.items():
-            figure = draw(values)
+            other = "is not the output of bench, replay or a probe: there is nothing to draw"
+            raise UserError(f"{file} {NO_SWEEP if unswept else other}")
+        if unswept:
+            print(f"plot: {file} {NO_SWEEP}", file=sys.stderr)
+        for name, (draw, part) in drawn.items():
+            figure = draw(part)
             path = out / f"{file.stem}-{name}.png"
             try:
                 out.mkdir(parents=True, exist_ok=True)
@@ -184,9 +196,7 @@ def run(files: Sequence[Path], out: Path) -> int:
 
 def read(file: Path) -> dict:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
+        values = json.loads(read_text(file))
     except ValueError as error:
         raise UserError(f"{file} is not JSON: give the JSON output of bench, replay or a probe") from error
     return values if isinstance(values, dict) else {}

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from model.errors import UsageError, UserError
+from model.files import read_text
 from model.tokenizer import Tokenizer
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
@@ -27,7 +28,7 @@ def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
     """The first `limit` prompts of each domain. A line's domain is its `domain`, else the file's name."""
     prompts, counts = [], {}
     for file in files:
-        for number, line in enumerate(_read_lines(file), start=1):
+        for number, line in enumerate(read_text(file).split("\n"), start=1):
             if not line.strip():
                 continue
             text, domain = _read_prompt(line, f"{file}:{number}")
@@ -38,14 +39,6 @@ def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
     if not prompts:
         raise UsageError("--prompts holds no prompts")
     return prompts
-
-
-def _read_lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"cannot read {file}: {reason}") from error
 
 
 def _read_prompt(line: str, where: str) -> tuple[str, str | None]:

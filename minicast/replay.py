@@ -18,6 +18,10 @@ Symbols: T tokens of an answer, b pending root, L block depth, K rank cap, N wid
 A round can start at T - 1 positions: the last token of an answer is no root. Nothing here reads a clock.
 """
 
+from minicast.program import Parser, start
+
+start(__name__)  # before anything slow is imported
+
 import argparse
 import hashlib
 import json
@@ -42,8 +46,8 @@ from minicast.tree import Tree, ranked_tree, top_ranked
 from minicast.width import MAX_WIDTH
 from model import hub, train_data
 from model.dflash import DraftHead
-from model.errors import UserError
-from model.files import write_atomically
+from model.errors import UsageError, UserError
+from model.files import check_directory, write_atomically
 from model.transformer import KVCache, Target, Window
 
 RANKS = 32          # tokens kept at each depth
@@ -517,7 +521,7 @@ def table(findings: Sequence[Finding]) -> list[str]:
 # The command line
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m minicast.replay", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m minicast.replay", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR",
                         help="keeps the recorded rounds, a file a prompt, with analysis.json and curve.json")
     parser.add_argument("--analyse", action="store_true", help="analyse what DIR holds, record nothing")
@@ -542,6 +546,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
+    check_directory(arguments.out, "--out")
     if arguments.costs:
         from minicast.probe import costs_file
 
@@ -591,7 +596,7 @@ def record_prompts(arguments: argparse.Namespace) -> None:
     prompts = read_prompts(arguments.prompts, arguments.limit)
     placement = Placement.choose(arguments.device, arguments.dtype)
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts=True)
-    head = head_digest(choice.draft)
+    head, tokenizer = head_digest(choice.draft), choice.tokenizer()  # so both names are right
     claim(
         arguments.out,
         {
@@ -602,7 +607,6 @@ def record_prompts(arguments: argparse.Namespace) -> None:
         },
         {"draft": hub.source(choice.draft, "draft"), "head": head},
     )
-    tokenizer = choice.tokenizer()
     target, draft = choice.load(placement)
     domains = {tuple(tokenizer.encode_chat(prompt.text)): prompt.domain for prompt in prompts}
     file = arguments.out / "answers.jsonl"
@@ -633,7 +637,7 @@ def claim(directory: Path, settings: dict, head: dict) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if path.exists() and not settings.items() <= json.loads(path.read_text()).items():
-            raise UserError(f"{directory} holds answers of other settings: delete it or change --out")
+            raise UsageError(f"{directory} holds answers of other settings: delete it or change --out")
         write_atomically(path, json.dumps(settings | head, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {directory}: {error.strerror}") from error
@@ -643,7 +647,7 @@ def read_recordings(directory: Path) -> tuple[dict, list[Recording]]:
     """The settings, and every answer with a round that their head drafted, in the files' order."""
     path = directory / "settings.json"
     if not path.exists():
-        raise UserError(f"{directory} holds no recorded rounds: run without --analyse first")
+        raise UsageError(f"{directory} holds no recorded rounds: run without --analyse first")
     settings = json.loads(path.read_text())
     files = sorted(directory.glob(f"{settings['head'][:8]}-*.safetensors"))
     recordings = [recording for recording in map(Recording.load, files) if len(recording.answer) > 1]

@@ -91,9 +91,9 @@ class Report:
         yield (
             "ms a token: decoding time over new tokens; the clock opens after prefill and, where something "
             "is drafted, after the first draft; speedup t_AR / t, gain t_DFlash / t - 1. Mean of prompts: of "
-            "their own ratios, with a 95 % bootstrap interval. The mean row averages the domains' ratios. "
-            "Break-even: the R at which a round would only just pay. R - R of DFlash: mean over prompts of "
-            "the difference, with such an interval"
+            "their own ratios, with a 95 % bootstrap interval where there are several. The mean row averages "
+            "the domains' ratios. Break-even: the R at which a round would only just pay. R - R of DFlash: mean "
+            "over prompts of the difference, with such an interval"
         )
         if self.predictions:
             yield (

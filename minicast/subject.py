@@ -63,7 +63,7 @@ class Subject:
     def of_shape(cls, name: str, arguments: argparse.Namespace) -> "Subject":
         """A whole pair of random weights. It has no tokenizer, so prompts are random ids."""
         for flag in ("prompts", "model", "draft_model"):
-            if getattr(arguments, flag):
+            if getattr(arguments, flag) is not None:
                 dashed = flag.replace("_", "-")
                 raise UsageError(f"--random-weights {name} is a model and its prompts: leave out --{dashed}")
         config, prefixes, lengths = SHAPES[name].target, arguments.prefix or [PREFIX], arguments.max_new_tokens

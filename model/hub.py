@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model import default_model
-from model.errors import UserError
+from model.errors import UsageError, UserError
 
 HEADS = Path(__file__).parent / "heads"
 
@@ -149,15 +149,23 @@ def local_directory(name: str) -> Path | None:
     if name and path.is_dir():
         return path
     if path.is_file():
-        raise UserError(f"{name} is a file: give the directory that holds it and its config.json")
+        raise UsageError(f"{name} is a file: give the directory that holds it and its config.json")
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
         if "/" in name or os.sep in name or name.startswith(("~", ".")):
-            raise UserError(f"no such directory: {name}")
-        raise UserError(
+            raise UsageError(f"no such directory: {name}")
+        raise UsageError(
             f"unknown model {name!r}: give a known name ({', '.join(pair.name for pair in PAIRS)}), "
             "a directory, or a hub id such as Qwen/Qwen3-8B"
         )
     return None
+
+
+def check_name(name: str) -> None:
+    """UsageError for what can be the name of no checkpoint: neither a known pair, nor a checkpoint's directory, nor an
+    id that the hub could know."""
+    directory = None if known_pair(name) else local_directory(name)
+    if directory and not (directory / "config.json").is_file():
+        raise UsageError(f"{name} holds no config.json: give the directory of a checkpoint")
 
 
 def source(name: str | os.PathLike, kind: str) -> str:
@@ -206,7 +214,8 @@ def download(repo: str, kind: str) -> Path:
     try:
         directory = Path(snapshot_download(repo, allow_patterns=list(WANTED[kind])))
     except Exception as error:  # the exceptions of its HTTP client differ between versions
-        raise UserError(download_failure(repo, error)) from error
+        kind_of_error = UsageError if http_status(error) == 404 else UserError
+        raise kind_of_error(download_failure(repo, error)) from error
     missing = missing_files(directory, kind)
     if missing:
         raise UserError(f"{repo} has no {missing[0]}, so minicast cannot load it as a {kind}: see its page")

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.errors import UserError
-from model.files import write_atomically
+from model.files import read_text, write_atomically
 from model.transformer import KVCache, Target, Window
 
 PROMPT_KEYS = ("prompt", "question", "text", "problem", "turns")
@@ -59,12 +59,12 @@ class Example:
 
 def read_lines(file: str | Path) -> list:
     """The JSON values of a JSONL file. A last line that was cut by a kill is left out."""
+    lines = read_text(file).split("\n")
+    if lines[-1] and not _is_json(lines[-1]):
+        lines.pop()
     try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")
-        if lines[-1] and not _is_json(lines[-1]):
-            lines.pop()
         return [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{file} cannot be read as JSONL ({error}): one JSON value a line is expected") from error
 
 

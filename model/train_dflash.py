@@ -29,8 +29,8 @@ from torch import Tensor
 from model.config import read_config, target_config
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.files import write_atomically
-from model.hub import resolve
+from model.files import check_directory, write_atomically
+from model.hub import check_name, resolve
 from model.linear import Linear
 from model.tokenizer import load_tokenizer
 from model.train_data import (
@@ -158,9 +158,16 @@ class Trainer:
         told = ", ".join(f"{domain} {r['chain']:.2f} / {r['tree']:.2f}" for domain, r in R.items())
         tell(f"minute {minutes}, {progress.predicted} tokens predicted, R of chain / tree: {told}")
 
+    def shape(self) -> str:
+        """What of the head a run must share with the checkpoint that it goes on from."""
+        config = self.draft.config
+        sizes, taps = f"{config.hidden} and {config.intermediate}", ", ".join(map(str, config.taps))
+        return f"{config.layers} layers of {sizes}, block {config.block_size}, taps {taps}"
+
     def save(self) -> None:
         """Write the checkpoint."""
         state = {
+            "shape": self.shape(),
             "draft": self.draft.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "sampler": self.sampler.state(),
@@ -169,14 +176,27 @@ class Trainer:
         write_atomically(self.checkpoint, lambda path: torch.save(state, path))
 
     def resume(self) -> None:
-        """Go on from the checkpoint, if there is one."""
+        """Go on from the checkpoint, if there is one. UsageError where it is of another head."""
         if not self.checkpoint.exists():
             return
-        state = torch.load(self.checkpoint, map_location=self.target.device, weights_only=True)
-        self.draft.load_state_dict(state["draft"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.sampler.load_state(state["sampler"])
-        self.progress = Progress(**state["progress"])
+        way_out = f"delete {self.checkpoint} to begin anew, answers are kept"
+        try:
+            state = torch.load(self.checkpoint, map_location=self.target.device, weights_only=True)
+            shape = state.get("shape", self.shape())  # there are checkpoints that do not say
+            if shape == self.shape():
+                self.draft.load_state_dict(state["draft"])
+                self.optimizer.load_state_dict(state["optimizer"])
+                self.sampler.load_state(state["sampler"])
+                self.progress = Progress(**state["progress"])
+        except Exception as error:  # a damaged file fails in many ways
+            if "memory" in str(error):
+                raise
+            raise UserError(f"{self.checkpoint} is damaged, or of another head: {way_out}") from error
+        if shape != self.shape():
+            raise UsageError(
+                f"the checkpoint is of a head with {shape}, the flags ask for {self.shape()}: "
+                f"give the same flags again, or {way_out}"
+            )
         tell(f"going on at minute {self.progress.seconds / 60:.1f}")
 
     def run(self) -> None:
@@ -326,25 +346,36 @@ def work_directory(out: Path) -> Path:
     return out.with_name(out.name + ".training")
 
 
-def gather_answers(target: Target, arguments: argparse.Namespace) -> list[Example]:
-    """The given responses, and the target's answers to the given prompts, which are written first."""
-    examples = [example for file in arguments.responses for example in read_responses(file)]
+def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], list[Example]]:
+    """The given prompts by domain, and the given responses."""
     prompts = {Path(file).stem: read_prompts(file) for file in arguments.prompts}
     if arguments.templates:
         prompts |= {f"templates-{domain}": template_prompts(domain, arguments.templates) for domain in TEMPLATES}
+    responses = [example for file in arguments.responses for example in read_responses(file)]
+    if not any(prompts.values()) and not responses:
+        raise UsageError("nothing to learn from: give --prompts, --templates or --responses")
+    return prompts, responses
+
+
+def gather_answers(
+    target: Target, arguments: argparse.Namespace, prompts: dict[str, list[str]], responses: list[Example]
+) -> list[Example]:
+    """The given responses, and the target's answers to the given prompts, which are written first."""
+    examples = list(responses)
+    tokenizer = load_tokenizer(arguments.target) if prompts else None
     for domain, texts in prompts.items():
         file = work_directory(arguments.out) / f"{domain}.jsonl"
 
         def progress(done: int, total: int, domain=domain):
             bar(done / total, f"{domain}: {done} of {total} prompts answered")
 
-        tokenizer = load_tokenizer(arguments.target)
         encoded = [tokenizer.encode_chat(text) for text in texts]
+        file.parent.mkdir(parents=True, exist_ok=True)
         answer(target, encoded, file, tokenizer.stop_ids, arguments.max_new_tokens, progress=progress)
         examples += read_responses(file)
     examples = [example for example in examples if len(example.response) > 1]
     if not examples:
-        raise UserError("nothing to learn from: give --prompts, --templates or --responses")
+        raise UserError("nothing to learn from: every answer has fewer than two tokens")
     return examples
 
 
@@ -375,8 +406,13 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
     """Everything up to the first step."""
     if not (arguments.minutes > 0 and 0 < arguments.rate < 1):
         raise UsageError("--minutes must be above 0, and --rate between 0 and 1")
-    if arguments.out.exists() and not arguments.out.is_dir():
-        raise UsageError(f"--out {arguments.out} is a file: name a directory")
+    if not arguments.out.name:
+        raise UsageError(f"--out {arguments.out}: give the directory a name of its own")
+    check_directory(arguments.out, "--out")
+    check_name(arguments.target)
+    if arguments.init is not None:
+        check_name(arguments.init)
+    given = read_inputs(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = faster_dtype(device)
     directory = resolve(arguments.target, "target")
@@ -386,7 +422,7 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
     load_weights(target, directory, dtype=dtype, device=device, tied=config.tied)
     # Packing drops the plain weights: what training needs of them is taken first.
     lm_head = target.lm_head.weight.detach()
-    if arguments.init:
+    if arguments.init is not None:
         draft = loaded_head(arguments.init, target)
     else:
         draft = fresh_head(head_config(target, arguments.layers, arguments.block), target)
@@ -394,13 +430,13 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
         if isinstance(module, Linear):
             module.pack()
 
-    work_directory(arguments.out).mkdir(parents=True, exist_ok=True)
-    examples = gather_answers(target, arguments)
-    if not arguments.init:
+    examples = gather_answers(target, arguments, *given)
+    if arguments.init is None:
         draft.config = dataclasses.replace(draft.config, mask_token_id=unused_token(examples, target.vocab_size))
     train, held_out = split(examples, arguments.held_out)
     if not train:
-        raise UserError(f"{len(examples)} answers are too few with {arguments.held_out} of each file held out: see --held-out")
+        held_out_of = f"{arguments.held_out} of each file held out: see --held-out"
+        raise UserError(f"{len(examples)} answers are too few with {held_out_of}")
     head = LossHead.of(lm_head, {token for example in train for token in example.response})
     readings = ReadingCache(work_directory(arguments.out) / "readings", target, draft.taps, arguments.target)
     sampler = Sampler(train, readings)
@@ -409,8 +445,9 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
 
 def flags() -> argparse.ArgumentParser:
     from minicast.command import at_least  # shared by all command lines
+    from minicast.program import Parser
 
-    parser = argparse.ArgumentParser(prog="python -m model.train_dflash", description="Train a DFlash head.")
+    parser = Parser(prog="python -m model.train_dflash", description="Train a DFlash head.")
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
     parser.add_argument("--prompts", nargs="+", default=[], help="JSONL files; the target answers them first")
     parser.add_argument("--templates", type=int, default=0, help="prompts from each of the built-in template sets")
@@ -426,19 +463,24 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, prepare, train."""
+    from minicast.command import guarded
+
+    arguments = flags().parse_args(argv)
+    return guarded("train_dflash", lambda: train(arguments))
+
+
+def train(arguments: argparse.Namespace) -> int:
     try:
-        trainer = prepare(flags().parse_args())
+        trainer = prepare(arguments)
         trainer.resume()
         trainer.run()
-    except UserError as error:
-        print(f"train_dflash: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
+        raise
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

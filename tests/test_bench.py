@@ -369,7 +369,7 @@ def test_shape_alone_is_compared_at_the_chains_size():
     rows = figures.summarise(records, seed=0)
     lines = list(figures.shape_table(rows, depth=7))
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:-1]]
-    assert cells[0] == ["a", "cast N=7", "1.00", "1.50", "1500.00", "1000.00", "0.50", "0.50 [0.50, 0.50]"]
+    assert cells[0] == ["a", "cast N=7", "1.00", "1.50", "1500.00", "1000.00", "0.50", "0.50"]
     assert [row[0] for row in cells] == ["a", "b", MEAN] and cells[2][6] == "0.75" and "8 packed rows" in lines[0]
     assert list(figures.shape_table(rows, depth=15)) == []
     assert list(figures.shape_table([row for row in rows if row.arm != "dflash"], depth=7)) == []
@@ -503,7 +503,8 @@ def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys)
         output = record["output"]
         assert output["tokens"] == 6 and ("widths" in output) == record["arm"].endswith(("auto", "round"))
         assert not {"token_ids", "round_lengths"} & set(output)
-    assert "R of cast N=7 less R of dflash" in markdown and "| 8 packed rows |" in markdown
+    assert "R of cast N=7 less R of dflash" not in markdown  # one prompt has no interval
+    assert "| 8 packed rows |" in markdown
     stochastic = ["--temperature", "1", "--verifier", "stochastic", "--methods", "dflash,cast"]
     assert bench.main([*one, *stochastic]) == 0
     assert "texts are not compared" in capsys.readouterr().out
@@ -566,7 +567,10 @@ def test_program_measures_random_weights(tmp_path, monkeypatch, capsys):
     assert text.startswith(f"**{report['remark']}**\n") and "R mean nothing" in report["remark"]
     assert report["environment"]["weights"] == "random weights of the shape tiny"
     assert report["probes"][0]["prefix"] == 40
-    for wrong, word in (["--prefix", "1024"], "--prefix"), (["--model", "smollm2"], "leave out --model"):
+    for wrong, word in (
+        (["--prefix", "1024"], "--prefix"), (["--model", "smollm2"], "leave out --model"),
+        (["--model", ""], "leave out --model"),
+    ):
         capsys.readouterr()
         assert bench.main([*tiny, *wrong]) == 2 and word in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -627,3 +631,22 @@ def test_program_refuses_bad_flags(flag, value, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main([flag, value])
     assert stop.value.code == 2 and flag in capsys.readouterr().err
+
+
+def test_one_prompt_has_no_interval():
+    """A resample of one is always the same: [x, x] would say that x is certain. One such domain spoils the mean's."""
+    one, two = torch.tensor([2.0], dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)
+    for values in ([one], [one, two]):
+        estimate = figures.bootstrap(values, seed=0)
+        assert estimate == Estimate(2.0, None, None) and str(estimate) == "2.00"
+    assert str(figures.bootstrap([two], seed=0)) == "2.00 [1.00, 3.00]"
+
+
+def test_a_prompt_file_that_is_not_there_is_a_usage_error(tmp_path, capsys):
+    for file in (tmp_path / "none.jsonl", tmp_path):
+        assert bench.main(["--prompts", str(file)]) == 2
+        assert str(file) in capsys.readouterr().err
+    blocked = tmp_path / "file"
+    blocked.touch()
+    assert bench.main(["--random-weights", "tiny", "--out", str(blocked / "x.json")]) == 2
+    assert "is a file" in capsys.readouterr().err

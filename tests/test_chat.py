@@ -472,3 +472,13 @@ def test_two_turns_of_the_default_model_equal_a_fresh_prefill(monkeypatch):
     assert room.conversation.ids[: -len(second.token_ids)] == ids  # the ids kept are those the template would give
     fresh = Decoder(target, draft).generate(ids, **request)
     assert (second.token_ids, second.output.round_lengths) == (fresh.token_ids, fresh.round_lengths)
+
+
+def test_commands_take_no_argument(talk):
+    """What is wrong with it is said, and it is neither sent nor obeyed."""
+    room, shown, err, status = talk("hello", "/reset all", "/stats 3", "/quit now", "/nope", "/", " /stats 3")
+    assert len(room.answers) == 2 and status == 0  # the first and the last message
+    lines = [line for line in err.splitlines() if "leave out" in line]
+    for name, extra in (("/reset", "all"), ("/stats", "3"), ("/quit", "now")):
+        assert any(name in line and repr(extra) in line for line in lines)
+    assert "there is no command /nope" in err and "there is no command /:" in err

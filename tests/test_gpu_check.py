@@ -105,3 +105,20 @@ def test_random_weights_depend_on_the_seed_alone():
     assert float(a.lm_head.weight.std()) == pytest.approx(0.02, rel=0.05)
     other, _ = random_pair("tiny", torch.bfloat16, "cpu", seed=1)
     assert not torch.equal(other.lm_head.weight, a.lm_head.weight)
+
+
+def test_refusals_leave_everything_as_it_was(tmp_path, capsys):
+    """An unknown shape is named, with those that there are, before the device is; nothing is made or deleted."""
+    kept = tmp_path / "gpu-check.json"
+    kept.write_text("{}")
+    for flags, status, words in (
+        (["--shape", "nope", "--out", str(tmp_path)], 2, ["nope", *SHAPES]),
+        (["--shape", "tiny", "--out", str(kept)], 2, ["is a file"]),
+        (["--out", str(tmp_path / "new")], 1, ["needs a CUDA device"]),
+    ):
+        if status == 1 and torch.cuda.is_available():
+            continue
+        assert bench.main(["--gpu-check", *flags]) == status
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and all(word in err for word in words)
+    assert [file.name for file in tmp_path.iterdir()] == ["gpu-check.json"] and kept.read_text() == "{}"

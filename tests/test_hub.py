@@ -110,7 +110,7 @@ for name, kind in json.loads(sys.argv[1]):
     try:
         print("OK", resolve(name, kind))
     except UserError as error:
-        print("ERROR", error)
+        print("ERROR", f"(exit {error.exit_code}) {error}")
 """
 
 
@@ -205,8 +205,8 @@ def test_refusals_are_one_line_with_the_repository_and_a_way_out(server, tmp_pat
     gated, private, forbidden, missing, down, pickled = (message for _, message in answers)
     for message, status in ((gated, "403"), (private, "401"), (forbidden, "403")):
         assert status in message and "hf auth login" in message and "HF_TOKEN" in message
-    assert "not found" in missing and "log in" not in missing
-    assert "500" in down
+    assert "not found" in missing and "log in" not in missing and "(exit 2)" in missing  # the name is wrong
+    assert "500" in down and "(exit 1)" in down
     assert "no model.safetensors" in pickled
 
 

@@ -61,7 +61,7 @@ def test_says_what_it_cannot_draw(tmp_path, capsys):
     other = [write(tmp_path / f"{k}.json", values) for k, values in enumerate(({"a": 1}, [1], "x"))]
     (tmp_path / "text.json").write_text("{")
     for file in [*other, str(tmp_path / "text.json"), str(tmp_path / "none.json")]:
-        assert plot.main([file]) == 1
+        assert plot.main([file]) == (2 if "none" in file else 1)
         message = capsys.readouterr().err
         assert file in message and message.count("\n") == 1
 
@@ -102,3 +102,30 @@ def test_four_panels_of_scores():
     assert list(reliable.lines[0].get_ydata()) == [0.1]
     assert list(masses.lines[1].get_ydata()) == [0.5, 0.2, 0.1]
     assert [bar.get_height() for bar in shapes.containers[1]] == [1.7, 2.0]
+
+
+def without(values: dict, arm: str) -> dict:
+    """The bench's file of a run in which `arm` had no part, so that its ratios are missing."""
+    rows = [row | {"speedup": None if arm == "ar" else row["speedup"]} for row in values["rows"]]
+    return values | {"rows": [row for row in rows if arm not in row["arm"]]}
+
+
+@pytest.mark.parametrize("arm", ["ar", "cast"])
+def test_a_run_without_speedups_has_no_empty_picture(arm, tmp_path, capsys, recwarn):
+    """Not compared with AR, or without a fixed width: one line says so, and what else the file holds is drawn."""
+    pytest.importorskip("matplotlib")
+    alone = write(tmp_path / "alone.json", without(bench(), arm))
+    assert plot.main([alone, "--out", str(tmp_path)]) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "--methods ar,cast" in message and not list(tmp_path.glob("*.png"))
+    probed = write(tmp_path / "probed.json", without(FILES["probed"][0], arm))
+    assert plot.main([probed, "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.split() == [str(tmp_path / "probed-latency-99.png")]
+    assert captured.err.count("\n") == 1 and "--methods ar,cast" in captured.err and not recwarn.list
+
+
+def test_a_file_in_place_of_the_directory(tmp_path, capsys):
+    file = write(tmp_path / "a.json", FILES["probe"][0])
+    assert plot.main([file, "--out", f"{file}/pictures"]) == 2
+    assert "is a file: name a directory" in capsys.readouterr().err

@@ -310,11 +310,18 @@ def test_a_new_head_drafts_again_over_the_same_answers(command, tmp_path, monkey
 
 def test_failures_are_one_line(command, capsys):
     """Other settings in the same directory, nothing recorded, a place that cannot be written."""
-    assert replay.main(["--analyse", "--out", "nowhere"]) == 1
+    assert replay.main(["--analyse", "--out", "nowhere"]) == 2
     assert "run without --analyse" in capsys.readouterr().err
     _, out = command()
     capsys.readouterr()
-    assert command("--max-new-tokens", "13")[0] == 1
+    assert command("--max-new-tokens", "13")[0] == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert command("--out", str(out / "settings.json"))[0] == 1
-    assert "cannot write" in capsys.readouterr().err
+    assert command("--out", str(out / "settings.json"))[0] == 2
+    assert "is a file: name a directory" in capsys.readouterr().err
+
+
+def test_a_wrong_model_claims_no_directory(command, tmp_path, capsys):
+    """What was claimed for one that is none would refuse the right one."""
+    (tmp_path / "target" / "tokenizer.json").unlink()
+    status, out = command()
+    assert status == 1 and not out.exists() and "tokenizer.json" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The training of a head: what one many-anchor pass computes, the loss, resuming, the format, and a head that learns."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from tiny import random_tensors, tiny_target_config, write_checkpoint, write_tin
 
 from minicast import Decoder
 from model import load_draft, load_target
-from model.errors import UsageError
+from model.errors import UsageError, UserError
 from model.train_data import (
     Example,
     LossHead,
@@ -284,3 +285,43 @@ def test_numbers_that_make_no_head_are_refused(flags_given):
     with pytest.raises(SystemExit) as stop:
         flags().parse_args(f"--target t --out o {flags_given}".split())
     assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "flags_given",
+    [
+        "", "--responses {}/none.jsonl", "--prompts {}/none.jsonl", "--responses {}/few.jsonl",
+        "--target {}/empty --templates 2", "--init {}/nowhere --templates 2",
+    ],
+)
+def test_a_start_that_fails_leaves_nothing_behind(tmp_path, flags_given):
+    """Nor the directory above the head's."""
+    target = write_tiny_target(tmp_path / "target")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "few.jsonl").write_text("[[1, 2], [3, 4, 5]]\n")
+    before = sorted(tmp_path.iterdir())
+    command = f"--target {target} --out {tmp_path / 'runs' / 'head'} {flags_given.format(tmp_path)}"
+    with pytest.raises(UserError):
+        prepare(flags().parse_args(command.split()))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_checkpoint_of_another_head_or_none(tmp_path, target, capsys):
+    """Another block has the same parameters, another number of layers has not; a file that is cut has none."""
+    trainer = small_trainer(tmp_path, target)
+    trainer.save()
+    other = small_trainer(tmp_path, target)
+    other.draft.config = replace(other.draft.config, block_size=other.draft.block_size // 2)
+    with pytest.raises(UsageError, match="block 8.*block 4.*delete"):
+        other.resume()
+    state = torch.load(trainer.checkpoint, weights_only=True)
+    for part in ("draft", "optimizer", "sampler", "progress"):
+        torch.save(state | {part: {"nothing": 0}}, trainer.checkpoint)
+        with pytest.raises(UserError, match="delete"):
+            small_trainer(tmp_path, target).resume()
+    torch.save(state, trainer.checkpoint)
+    whole = trainer.checkpoint.read_bytes()
+    for length in (0, 100, len(whole) - 100):
+        trainer.checkpoint.write_bytes(whole[:length])
+        with pytest.raises(UserError, match="damaged.*delete"):
+            small_trainer(tmp_path, target).resume()

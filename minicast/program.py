@@ -1,0 +1,148 @@
+"""How a command line begins and ends: its flags, Ctrl-C before anything runs, and streams that are closed or full.
+
+Importing torch takes seconds, which --help and a typing error should not: nothing here imports it.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+
+class Parser(argparse.ArgumentParser):
+    """Every mistake in the flags is one line; argparse alone would print the usage before it.
+
+    The namespace has one more attribute, `changed`: names of the flags that are not at their default.
+    """
+
+    def parse_args(self, argv: Sequence[str] | None = None, namespace=None):
+        for number, text in enumerate(sys.argv[1:] if argv is None else argv, start=1):
+            if any("\ud800" <= character <= "\udfff" for character in text):  # Python's stand-in for other bytes
+                self.error(f"argument {number} is not valid Unicode: pass it in UTF-8")
+        arguments = super().parse_args(argv, namespace)
+        arguments.changed = {name for name, value in vars(arguments).items() if value != self.get_default(name)}
+        return arguments
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+    def exit(self, status: int = 0, message: str | None = None):
+        if message:
+            complain(message.rstrip("\n"))
+        settle_streams()
+        sys.exit(status)
+
+    def print_help(self, file: TextIO | None = None) -> None:
+        if sys.stdout is None:
+            self.exit(1, f"{self.prog}: cannot write to stdout: it is closed")
+        try:
+            print(self.format_help(), end="", file=file, flush=True)
+        except BrokenPipeError:  # the reader, `head` perhaps, has enough
+            self.exit(0)
+        except OSError as error:
+            self.exit(1, f"{self.prog}: cannot write to stdout: {error.strerror}")
+
+
+# Ctrl-C
+
+def start(name: str) -> None:
+    """Called before torch is imported, with __name__: until the program is `interruptible`, Ctrl-C just ends it.
+
+    An import that is interrupted may swallow that, or end in a traceback. Where SIGINT is ignored, as it is for
+    background jobs, it stays so. A module that is only imported changes nothing.
+    """
+    if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is a KeyboardInterrupt in here, as it was before `start`."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+# Streams
+
+class Unwritable(Exception):
+    """stdout takes no more; the message says why. No OSError, which may be any file's."""
+
+
+class Watched:
+    """A standard stream that calls `failed` with the OSError of a write or a flush, and is as it was in all else."""
+
+    def __init__(self, stream: TextIO, failed: Callable[[OSError], None]):
+        self.stream, self.failed = stream, failed
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, act: Callable, *arguments) -> None:
+        try:
+            act(*arguments)
+        except OSError as error:
+            self.failed(error)
+
+
+@contextmanager
+def watched_streams() -> Iterator[None]:
+    """stdout that fails is `Unwritable`, or a BrokenPipeError; stderr that fails, or is closed, says nothing.
+
+    Python has None in the place of a stream that was closed when it started.
+    """
+    for descriptor in range(3):  # a file that is opened later would get the number of one that is closed
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+    def unwritable(error: OSError) -> None:
+        raise error if isinstance(error, BrokenPipeError) else Unwritable(error.strerror)
+
+    streams = sys.stdout, sys.stderr
+    try:
+        if sys.stdout is None:
+            raise Unwritable("it is closed; /dev/null is a place, too")
+        sys.stdout = Watched(sys.stdout, unwritable)
+        sys.stderr = Watched(sys.stderr or open(os.devnull, "w"), failed=lambda error: None)
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def complain(line: str) -> None:
+    """A line on stderr, or on stdout where stderr takes none."""
+    for stream in (sys.stderr, sys.stdout):
+        try:
+            if stream is not None:
+                print(line, file=stream, flush=True)
+                return
+        except OSError:
+            pass
+
+
+def settle_streams() -> None:
+    """What a stream could not be given goes nowhere: Python tries once more at its end, and would complain."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

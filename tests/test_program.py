@@ -1,0 +1,233 @@
+"""How command lines begin and end: Ctrl-C before torch is there, closed and full streams, mistakes in the flags."""
+
+import os
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+import run
+from minicast import bench, gpu_check, plot, replay
+from minicast.command import guarded, note_idle_flags
+from minicast.decode import Decoder
+from minicast.program import Parser
+from model import train_dflash
+from model.errors import UserError
+from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
+
+ROOT = Path(run.__file__).parent
+SLOW_TORCH = """
+import signal, sys, time
+print("ignored" if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else "importing", flush=True)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    sys.exit(7)
+try:
+    time.sleep(60)
+except BaseException:
+    pass
+"""
+PROGRAMS = {
+    "run": ["run.py", "-p", "hello"],
+    "bench": ["-m", "minicast.bench"],
+    "replay": ["-m", "minicast.replay", "--out", "nowhere"],
+    "plot": ["-m", "minicast.plot", "none.json"],
+    "gpu check": ["-m", "minicast.gpu_check"],
+}
+
+
+@pytest.fixture
+def slow_torch(tmp_path):
+    """Start a program whose torch takes a minute to import, and swallows every exception meanwhile, once it does."""
+    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+
+    def begin(arguments, **options):
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, **pipes, **options)
+        return process, process.stdout.readline().strip()
+
+    return begin
+
+
+# Ctrl-C
+
+@pytest.mark.parametrize("arguments", PROGRAMS.values(), ids=PROGRAMS)
+def test_interrupt_while_torch_is_imported(slow_torch, arguments):
+    process, state = slow_torch(arguments)
+    assert state == "importing"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("", "") and process.returncode == -signal.SIGINT
+
+
+def test_an_ignored_interrupt_stays_ignored(slow_torch):
+    """As in a background job of a script, which Ctrl-C is not meant for."""
+    process, state = slow_torch(PROGRAMS["run"], preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    process.communicate(timeout=30)
+    assert (state, process.returncode) == ("ignored", 7)
+
+
+def test_interrupt_is_an_exception_once_something_runs():
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        assert guarded("x", lambda: 5 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 0) == 5
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# Streams
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    target = write_tiny_target(directory / "target", max_position_embeddings=256)
+    write_byte_tokenizer(target)
+    draft = write_tiny_draft(directory / "draft", max_position_embeddings=256)
+    return ["--model", str(target), "--draft-model", str(draft), "--width", "3", "--max-new-tokens", "5"]
+
+
+def full():
+    """A file that takes nothing."""
+    return open("/dev/full", "w")
+
+
+ONE = [["-p", "a", "--raw"], ["-p", "a", "--json"], ["-p", "a", "--show-tree"], ["-p", "a", "--compare"], ["--chat"]]
+
+
+@pytest.mark.parametrize("stdout", [full, lambda: None], ids=["full", "closed"])
+@pytest.mark.parametrize("task", ONE, ids=str)
+def test_stdout_that_takes_nothing(flags, monkeypatch, capsys, tmp_path, task, stdout):
+    """One line on stderr, exit status 1, and nothing left for Python to complain of at its end."""
+    (tmp_path / "typed").write_text("hello\nagain\n")
+    monkeypatch.setattr(sys, "stdin", open(tmp_path / "typed"))
+    monkeypatch.setattr(sys, "stdout", stdout())
+    assert run.main([*task, *flags]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("run.py: cannot write to stdout: ") and err.count("\n") == 1
+    if sys.stdout:
+        sys.stdout.flush()
+
+
+@pytest.mark.parametrize("stderr", [full, lambda: None], ids=["full", "closed"])
+@pytest.mark.parametrize("task", ONE, ids=str)
+def test_stderr_that_takes_nothing(flags, monkeypatch, capsys, tmp_path, task, stderr):
+    """The answer is the same, and alone; an error goes where it can be read."""
+    def call(*more):
+        monkeypatch.setattr(sys, "stdin", open(tmp_path / "typed"))
+        status = run.main([*task, *flags, *more])
+        if sys.stderr:
+            sys.stderr.flush()  # as Python does at its end
+        return status, capsys.readouterr().out
+
+    (tmp_path / "typed").write_text("hello\nagain\n")
+    monkeypatch.setattr(bench, "warm_up", lambda *_: None)
+    status, expected = call()
+    assert status == 0
+    monkeypatch.setattr(sys, "stderr", stderr())
+    found = call("--top-k", "3")  # has no effect, which would be said
+    if not {"--json", "--compare"} & set(task):  # these hold times
+        assert found == (0, expected)
+    assert found[0] == 0 and len(found[1].split()) == len(expected.split())
+    monkeypatch.setattr(sys, "stderr", stderr())
+    assert call("--top-p", "7") == (2, "run.py: --top-p must be above 0 and at most 1, got 7.0\n")
+
+
+def test_stdin_that_is_closed(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run.main(["-p", "a", *flags]) == 0
+    capsys.readouterr()
+    for task in (["-p", "-"], ["--chat"]):
+        assert run.main([*task, *flags]) == 2
+        err = capsys.readouterr().err
+        assert "closed" in err and err.count("\n") == 1
+
+
+def test_no_later_file_takes_the_place_of_a_closed_stream(tmp_path):
+    """Its number is free, so it would: what is printed to stderr by a library would land in the file."""
+    code = "from minicast.command import guarded; guarded('x', lambda: print(open('free', 'w').fileno()) or 0)"
+    command = f'cd {tmp_path} && PYTHONPATH={ROOT} {sys.executable} -c "{code}" 2>&- <&-'
+    assert int(subprocess.run(command, shell=True, capture_output=True, timeout=60).stdout) > 2
+
+
+@pytest.mark.parametrize(
+    "command, status, out, err",
+    [
+        ("--help >/dev/full", 1, "", "run.py: cannot write to stdout: No space left on device\n"),
+        ("--help >&-", 1, "", "run.py: cannot write to stdout: it is closed\n"),
+        ("-p x --top-k y 2>&-", 2, "run.py: argument --top-k: invalid int value: 'y' (see run.py --help)\n", ""),
+        ("-p x --top-k y 2>/dev/full", 2, "run.py: argument --top-k: invalid int value: 'y' (see run.py --help)\n", ""),
+    ],
+)
+def test_help_and_mistakes_on_streams_that_take_nothing(command, status, out, err):
+    result = subprocess.run(
+        f"{sys.executable} run.py {command}", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (status, out, err)
+
+
+def test_a_failing_file_is_not_taken_for_a_stream(capsys):
+    assert guarded("x", lambda: open("/nowhere/file", "w")) == 1
+    assert capsys.readouterr().err == "x: /nowhere/file: No such file or directory\n"
+
+
+# Flags
+
+MAINS = [run.main, bench.main, replay.main, plot.main, gpu_check._main, train_dflash.main]
+
+
+@pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__module__)
+@pytest.mark.parametrize("argv", [["--no-such-flag", "two\nlines"], ["--out", "caf\udce9"]], ids=["unknown", "bytes"])
+def test_mistakes_in_flags_are_one_line(main, argv, capsys):
+    """Not the whole usage; and an argument that is no text is named before anything is made of it."""
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1
+    assert "UTF-8" in err if "--out" in argv else "usage:" not in err
+
+
+def test_parser_notes_what_was_changed():
+    parser = Parser()
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--json", action="store_true")
+    assert parser.parse_args([]).changed == set()
+    assert parser.parse_args(["--seed", "0", "--top-k", "3", "--json"]).changed == {"top_k", "json"}
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (["--top-k", "3", "--seed", "5"], ["--top-k, --seed", "temperature 0"]),
+        (["--top-p", "0.5", "--verifier", "stochastic"], ["--top-p, --verifier", "temperature 0"]),
+        (["--method", "ar", "--rank-cap", "3"], ["--width, --rank-cap", "only on cast"]),
+        (["--method", "dflash", "--rank-cap", "none"], ["--width, --rank-cap", "only on cast"]),
+        (["--method", "dflash", "--compare"], ["--method", "--compare"]),
+        (["--temperature", "1", "--top-k", "3", "--seed", "5", "--verifier", "stochastic", "--rank-cap", "3"], []),
+    ],
+    ids=str,
+)
+def test_flags_without_effect_are_named(flags, monkeypatch, capsys, given, words):
+    monkeypatch.setattr(Decoder, "stream", lambda self, prompt_ids, **options: iter(()))
+    monkeypatch.setattr(run, "compare_methods", lambda *_: 0)
+    assert run.main(["-p", "a", *flags, *given]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
+    about = [line for line in notes if "--draft-model" not in line]
+    assert len(about) == bool(words) and all(word in line for word in words for line in about)
+    assert (len(notes) > len(about)) == ("ar" in given)
+
+
+def test_bench_names_flags_without_effect(capsys):
+    """Its seed orders the arms, so that one always counts."""
+    changed = {"seed", "top_k", "widths", "draft_model"}
+    note_idle_flags("bench", Namespace(temperature=0.0, changed=changed), ["ar"], drafts=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and not any("--seed" in line for line in lines)
+    note_idle_flags("bench", Namespace(temperature=0.0, changed={"seed", "widths"}), ["ar", "cast"], drafts=True)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError):
+        bench.run(bench.parse_arguments(["--gpu-check", "--shape", "nope", "--limit", "3"]), [])
+    assert "--limit: no effect on --gpu-check" in capsys.readouterr().err
