@@ -115,37 +115,6 @@ def encode_prompt(arguments: argparse.Namespace, tokenizer) -> list[int]:
     return tokenizer.encode_chat(text, system=arguments.system, enable_thinking=arguments.enable_thinking)
 
 
-def compare_methods(decoder, tokenizer, prompt_ids: list[int], arguments, options: dict, screen) -> int:
-    """All methods on one prompt: the text, then a line for each."""
-    from minicast import bench, figures
-
-    arms = [bench.Arm(method, arguments.width if method == "cast" else 0) for method in METHODS]
-    bench.warm_up(decoder, arms, prompt_ids, options)
-    records = bench.contest(decoder, arms, prompt_ids, options)
-    if arguments.json:
-        screen.write(json.dumps(figures.comparison(records)) + "\n")
-    else:
-        screen.write(tokenizer.decode(records[0].output.token_ids))
-        screen.end_line()
-        for line in figures.comparison_lines(records):
-            screen.write(line + "\n")
-    return 1 if any(bench.is_failure(record.departure, decoder.target.dtype) for record in records) else 0
-
-
-def explain_width(decoder, prompt_ids: list[int], arguments) -> None:
-    """--explain, --reprobe and --probe-full."""
-    from minicast.probe import Deployment
-
-    decoder.deployment = Deployment(decoder)
-    sizes = len(prompt_ids), arguments.max_new_tokens
-    if arguments.reprobe:
-        decoder.deployment.costs_at(*sizes, reprobe=True)
-    lines = decoder.deployment.lines(*sizes) if arguments.explain else []
-    lines += decoder.deployment.full_probe().lines() if arguments.probe_full else []
-    for line in lines:
-        print(line, file=sys.stderr)
-
-
 def run(arguments: argparse.Namespace) -> int:
     from minicast.command import Choice, Placement, note_idle_flags, peak_memory
     from minicast.decode import Decoder
@@ -180,9 +149,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.chat:
         return Chat(decoder, conversation, request, screen).run()
     if probes:
-        explain_width(decoder, prompt_ids, arguments)
+        from minicast.probe import explain
+
+        for line in explain(decoder, len(prompt_ids), arguments):
+            print(line, file=sys.stderr)
     if arguments.compare:
-        return compare_methods(decoder, tokenizer, prompt_ids, arguments, options, screen)
+        from minicast.bench import show_comparison
+
+        return show_comparison(decoder, tokenizer, prompt_ids, arguments.width, options, screen, arguments.json)
     if arguments.explain_round:
         explain_round(decoder, tokenizer, prompt_ids, request, arguments.explain_round, screen)
         return 0

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from minicast.audit import Audit, first_departure, is_failure
 from minicast.command import DTYPES, Placement, at_least, guarded, note_idle_flags, note_no_effect
 from minicast.decode import Decoder, Options, Output
-from minicast.figures import Record, located, predictions, round_ms, summarise
+from minicast.figures import Record, comparison, comparison_lines, located, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
 from minicast.probe import PAPER_PREFIX, Deployment
@@ -100,6 +100,26 @@ def contest(
         )
         for arm in arms
     ]
+
+
+def show_comparison(
+    decoder: Decoder, tokenizer, prompt_ids: Sequence[int], width: int | str, options: dict, screen, as_json: bool
+) -> int:
+    """All methods on one prompt, of which cast has this width: the text on the screen, then a line for each; or JSON.
+
+    Returns the exit status: 1 where a method's text is wrong.
+    """
+    arms = [Arm(method, width if method == "cast" else 0) for method in METHODS]
+    warm_up(decoder, arms, prompt_ids, options)
+    records = contest(decoder, arms, prompt_ids, options)
+    if as_json:
+        screen.write(json.dumps(comparison(records)) + "\n")
+    else:
+        screen.write(tokenizer.decode(records[0].output.token_ids))
+        screen.end_line()
+        for line in comparison_lines(records):
+            screen.write(line + "\n")
+    return 1 if any(is_failure(record.departure, decoder.target.dtype) for record in records) else 0
 
 
 class Journal:

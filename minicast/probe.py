@@ -392,6 +392,16 @@ class Deployment:
         return [*lines, f"masses: means of {self.curve.rounds} rounds, {self.curve_file}", *decision.lines()]
 
 
+def explain(decoder: Decoder, prompt_tokens: int, arguments) -> list[str]:
+    """What --reprobe, --explain and --probe-full of run.py's arguments do, and what they print."""
+    decoder.deployment = Deployment(decoder)
+    sizes = prompt_tokens, arguments.max_new_tokens
+    if arguments.reprobe:
+        decoder.deployment.costs_at(*sizes, reprobe=True)
+    lines = decoder.deployment.lines(*sizes) if arguments.explain else []
+    return lines + (decoder.deployment.full_probe().lines() if arguments.probe_full else [])
+
+
 def prefix_bucket(positions: int, context: int) -> int:
     """The prefix length that stands for this one."""
     return min(next((bucket for bucket in PREFIXES if bucket >= positions), PREFIXES[-1]), context)

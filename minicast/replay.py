@@ -146,8 +146,8 @@ def draft_at(
     draft.extend(features, cache, torch.arange(prefix, device=device))
     ranks = min(RANKS, target.vocab_size)
     parts = [(torch.empty(0, size - 1, ranks, dtype=torch.int32), torch.empty(0, size - 1, ranks))]
-    for start in range(0, len(anchors), BLOCKS):
-        roots = anchors[start : start + BLOCKS]
+    for first in range(0, len(anchors), BLOCKS):
+        roots = anchors[first : first + BLOCKS]
         log_q = draft_blocks(target, draft, cache, prefix, tokens[roots], roots, size)
         ranked = [part.unflatten(0, (len(roots), -1)).cpu() for part in top_ranked(log_q, ranks)]
         parts.append((ranked[0].int(), ranked[1]))

@@ -15,9 +15,10 @@ SOURCES = sorted(p for room in ("minicast", "model", "graphs") for p in (ROOT / 
 def code_lines(path: Path) -> int:
     """Lines that hold code: no blank lines, comments or docstrings."""
     source = path.read_text()
+    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     lines = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+        if token.type not in nothing:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -42,11 +43,14 @@ def test_run_stays_short():
 
 
 def test_the_path_of_a_token_stays_short():
-    """All that runs between a prompt's ids and the text. It is to be read over lunch, so it may shrink, not grow."""
-    rooms = ("round", "decode", "methods", "tree", "verify", "sampling")
-    files = [ROOT / "run.py", *(ROOT / "minicast" / f"{room}.py" for room in rooms), *(ROOT / "graphs").glob("*.py")]
-    files += [ROOT / "model" / f"{room}.py" for room in ("transformer", "linear", "dflash", "weights", "config")]
-    assert sum(map(code_lines, files)) <= 1850
+    """All that runs between a prompt's ids and the text. It is to be read over lunch, so it may shrink, not grow:
+    the main rooms, and those that were split off from the decoder and the transformer."""
+    rooms = [f"minicast/{room}.py" for room in ("decode", "tree", "verify", "sampling")]
+    rooms += [f"model/{room}.py" for room in ("transformer", "dflash", "weights", "config")]
+    main = code_lines(ROOT / "run.py") + sum(code_lines(ROOT / room) for room in rooms)
+    main += sum(map(code_lines, (ROOT / "graphs").glob("*.py")))
+    assert main < 1500
+    assert main + sum(code_lines(ROOT / f"{room}.py") for room in ("minicast/round", "minicast/methods", "model/linear")) <= 1810
 
 
 def test_rooms_import_one_way():
