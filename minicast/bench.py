@@ -365,6 +365,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         settings=settings,
         environment=environment(placement, subject.source, command, settings["commit"]),
         floor=min(before, measure_floor(target), key=lambda floor: floor.ms),
+        costs=next(iter(decoder.deployment.costs.values()), None) if decoder.deployment else None,
         probes=probes,
         audit=Audit.of(target, journal.records, subject.questions) if arguments.audit else None,
     )

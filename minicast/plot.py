@@ -153,6 +153,8 @@ def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
         return {"lengths": (lengths, values), "scores": (scores, values)}
     if "rows" in values:
         probes = {f"latency-{probe['prefix']}": (latency, probe["costs"]) for probe in values.get("probes", [])}
+        if values.get("costs"):
+            probes["latency"] = latency, values["costs"]
         return ({"speedup": (speedup, values)} if swept_widths(values) else {}) | probes
     probe = values.get("costs", values)
     if isinstance(probe, dict) and {"packed", "settle_ms"} <= probe.keys():

@@ -1,6 +1,6 @@
 """How fast the width policies decode recorded answers on a machine of known costs: no clock, so no noise.
 
-    python -m minicast.replay --analyse --out DIR --costs FILE
+    python -m minicast.replay --analyse --out DIR --costs FILE     (FILE: of the bench, with width auto)
 
 A replayed round takes the l(N) that a probe measured, and commits what the recorded drafts say it would. The
 policies are those of `minicast.width`, as the decoder runs them, back-off included. So this tells what a rule is

@@ -465,12 +465,12 @@ def costs_of(values: dict) -> Costs:
 
 
 def costs_file(path: Path) -> Costs:
-    """The costs in a file of `bench --probe-full --out`, of whose probes the first counts, or of the cache."""
+    """The costs in a file of the bench, of the paper's probe if it ran, or of the cache."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return costs_of((values["probes"][0] if "probes" in values else values)["costs"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        hint = "give what `python -m minicast.bench --probe-full --out FILE.json` wrote"
+        return costs_of((values["probes"][0] if values.get("probes") else values)["costs"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        hint = "give what `python -m minicast.bench --out FILE.json` wrote, with width auto or --probe-full"
         raise UsageError(f"{path} holds no measured costs ({error!r}): {hint}") from error
 
 

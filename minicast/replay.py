@@ -527,7 +527,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--analyse", action="store_true", help="analyse what DIR holds, record nothing")
     parser.add_argument("--curve", type=Path, metavar="FILE.json", help="write the mass curve there too")
     parser.add_argument("--costs", type=Path, metavar="FILE.json",
-                        help="what `bench --probe-full --out` measured: compare width policies at these costs")
+                        help="what `bench --out` measured: compare width policies at these costs")
     parser.add_argument("--prompts", nargs="+", type=Path, default=[PROMPTS], metavar="FILE",
                         help="JSONL with prompt, question, text, problem or turns; not those you evaluate "
                         "on; default: a small set of our own")

@@ -20,7 +20,7 @@ from minicast.figures import (
     table,
 )
 from minicast.machine import Floor, cpu_name
-from minicast.probe import FullProbe
+from minicast.probe import Costs, FullProbe
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Report:
         outside_share: by arm, the part of a round spent in no model, see `Share`
         tree_builder_ms: see `measure_tree_builder`
         predictions: of the arms that chose their own width, beside the widths swept
+        costs: those that "auto" and "round" went by; None without these
         probes: the paper's, by prefix, where they were asked for
         audit: whether tokens are the target's best, likewise
         failures: departures that rounding does not explain, for people
@@ -51,6 +52,7 @@ class Report:
     tree_builder_ms: float
     rows: list[Row]
     predictions: list[Prediction]
+    costs: Costs | None
     probes: list[FullProbe]
     audit: Audit | None
     records: list[Record]
@@ -87,6 +89,9 @@ class Report:
             yield f"AR step over the floor: {self.ar_over_floor:.2f}"
         for arm, share in self.outside_share.items():
             yield f"{arm}: {share:.1%} of a round is spent outside the models"
+        if self.costs:
+            rows = ", ".join(f"{ms:.1f} ({n})" for n, ms in zip(self.costs.packed, self.costs.settle_ms))
+            yield f"costs that auto went by: draft {self.costs.draft_ms:.1f} ms; ms by packed rows: {rows}"
         yield f"best-first tree, 127 nodes, depth 15, 8 ranks: {self.tree_builder_ms:.3f} ms without ranking"
         yield (
             "ms a token: decoding time over new tokens; the clock opens after prefill and, where something "
