@@ -464,11 +464,13 @@ def costs_of(values: dict) -> Costs:
     return costs
 
 
-def costs_file(path: Path) -> Costs:
-    """The costs in a file of the bench, of the paper's probe if it ran, or of the cache."""
+def costs_file(path: Path) -> tuple[Costs, str]:
+    """The costs in a file of the bench, of the paper's probe if it ran, or of the cache; and what was measured."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return costs_of((values["probes"][0] if values.get("probes") else values)["costs"])
+        costs = costs_of((values["probes"][0] if values.get("probes") else values)["costs"])
+        where = values.get("environment") or {"hardware": values["key"]["device"], "weights": "unnamed weights"}
+        return costs, f"{where['weights']} on {where['hardware']}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         hint = "give what `python -m minicast.bench --out FILE.json` wrote, with width auto or --probe-full"
         raise UsageError(f"{path} holds no measured costs ({error!r}): {hint}") from error

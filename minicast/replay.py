@@ -550,7 +550,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     if arguments.costs:
         from minicast.probe import costs_file
 
-        costs = costs_file(arguments.costs)  # a wrong file is told before anything is recorded
+        costs, measured = costs_file(arguments.costs)  # a wrong file is told before anything is recorded
     if not arguments.analyse:
         record_prompts(arguments)
     settings, recordings = read_recordings(arguments.out)
@@ -581,7 +581,10 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     for path in (arguments.out / "curve.json", arguments.curve):
         if path:
             write_atomically(path, json.dumps(asdict(curve)) + "\n")
-    print("\n".join(table(findings) + (["", *policies.lines()] if policies else [])))
+    print("\n".join(table(findings)))
+    if policies:
+        source = f"- rounds of {settings['draft']} on {settings['target']}; costs of {measured} ({arguments.costs})"
+        print("\n".join(["", *policies.lines(), "", source]))
     if curve.rounds < CURVE_ROUNDS:
         print(f"replay: the mass curve rests on {curve.rounds} rounds, the paper's on {CURVE_ROUNDS}: "
               "more prompts would make it firmer", file=sys.stderr)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from minicast import policies, replay
+from minicast import replay
 from minicast.decode import Decoder
 from minicast.policies import by_domain, compare, decode_ms
-from minicast.probe import Costs
+from minicast.probe import Costs, costs_file
 from minicast.replay import EVERYTHING, Replayable
 from minicast.width import AutoWidth, BackOff, FixedWidth, RoundWidth
 from test_replay import PROMPTS, TOKENS, models, recorded  # noqa: F401  models is a fixture
@@ -88,12 +88,11 @@ def test_costs_from_a_file(tmp_path, capsys):
     assert replay.main(["--out", str(tmp_path / "rounds"), "--costs", str(wrong)]) == 2
     assert "holds no measured costs" in capsys.readouterr().err and not (tmp_path / "rounds").exists()
     values = {"packed": [1, 4], "settle_ms": [1.0, 2.0], "propose_ms": [1.0, 1.5]}
-    for file in ({"costs": values}, {"rows": [], "probes": [{"costs": values}]}):
+    bench = {"environment": {"weights": "W", "hardware": "H"}}
+    for file, source in [
+        ({"costs": values, "key": {"device": "D"}}, "unnamed weights on D"),
+        (bench | {"costs": None, "probes": [{"costs": values}]}, "W on H"),
+        (bench | {"costs": values, "probes": []}, "W on H"),
+    ]:
         right.write_text(json.dumps(file))
-        assert policies.Costs((1, 4), (1.0, 2.0), (1.0, 1.5)) == replay_costs(right)
-
-
-def replay_costs(path):
-    from minicast.probe import costs_file
-
-    return costs_file(path)
+        assert costs_file(right) == (Costs((1, 4), (1.0, 2.0), (1.0, 1.5)), source)

@@ -295,6 +295,15 @@ def test_records_goes_on_and_analyses(command, tmp_path, monkeypatch, capsys):
     assert command("--analyse")[0] == 0
     assert json.loads((out / "analysis.json").read_text())["findings"] == report["findings"]
 
+    capsys.readouterr()
+    costs = {"packed": [1, 4, 16], "settle_ms": [9.0, 10.0, 14.0], "propose_ms": [2.0, 3.0]}
+    measured = tmp_path / "bench.json"
+    measured.write_text(json.dumps({"costs": costs, "environment": {"weights": "W", "hardware": "H"}}))
+    assert command("--analyse", "--costs", str(measured))[0] == 0
+    printed = capsys.readouterr().out
+    assert "gap of auto" in printed and f"costs of W on H ({measured})" in printed
+    assert set(json.loads((out / "analysis.json").read_text())["policies"]["chosen"]) == {"maths", "all"}
+
 
 def test_a_new_head_drafts_again_over_the_same_answers(command, tmp_path, monkeypatch):
     """A head that was trained further keeps its name; its drafts must not mix with the old weights'."""
