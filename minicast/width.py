@@ -227,9 +227,9 @@ def decide(
 
 # When the prediction was too hopeful
 
-BUDGET = 2.5       # AR tokens of time that an answer may lose before drafting pauses: 2 % of 128
+BUDGET = 2.0       # AR tokens of time that an answer may lose before drafting pauses: 1.6 % of 128
 BANK = 6.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
-TRY_SHARE = 0.015  # of the AR time before it, what the first try after a pause may lose
+TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
 DAMPING = 1e-9     # sums of rounded numbers may miss their mark by so much
 
 
