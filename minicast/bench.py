@@ -316,6 +316,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         raise UsageError("--audit compares with the target's best token: leave out --temperature")
     if arguments.out and arguments.out.is_dir():
         raise UsageError(f"--out {arguments.out} is a directory: name a file in it")
+    if arguments.out and arguments.out.suffix == ".md":  # the table's own place
+        raise UsageError(f"--out {arguments.out}: name the JSON file, the table is written beside it")
     if arguments.out:
         check_directory(arguments.out.parent, "--out")
     arms = [

@@ -106,7 +106,7 @@ class Chat:
             try:
                 message = input("> " if self.interactive else "")
                 warned = False
-                if message.strip() == "/quit":
+                if message.rstrip() == "/quit":
                     return 0
                 self.take(message)
             except EOFError:

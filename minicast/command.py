@@ -4,6 +4,7 @@ Flags are each program's own; how they are read is in `program`. Nothing here kn
 """
 
 import argparse
+import errno
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from model.transformer import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INTERRUPTED = 130  # what shells report after Ctrl-C
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # "illegal memory access" is none of these
 
 
 def at_least(least: int):
@@ -52,12 +55,15 @@ def guarded(program: str, run: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader, `head` perhaps, has enough
         return 0
     except OSError as error:
-        if error.filename is None:
+        if error.errno in FULL:  # a write that fails does not name its file
+            complain(f"{program}: cannot write: {error.strerror}; free some, or write elsewhere")
+        elif error.filename is None:
             raise
-        complain(f"{program}: {error.filename}: {error.strerror}")
+        else:
+            complain(f"{program}: {error.filename}: {error.strerror}")
         return 1
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         complain(f"{program}: out of memory; try a smaller model, a shorter prompt or fewer new tokens")
         return 1

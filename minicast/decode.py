@@ -261,7 +261,7 @@ class Decoder:
             if reason:
                 output.stop_reason = reason
                 return
-            tree = policy.trim(self._propose(request, token_ids, policy.width))  # 1 draft, 2 propose, 3 pack
+            tree = policy.trim(self._propose(request, token_ids, clamp_width(policy.width)))  # 1 draft 2 propose 3 pack
             opened = opened or self._clock()
             settled = Settled.read(self._settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
             state.commit(settled.tokens, request.tap)
@@ -303,8 +303,8 @@ class Decoder:
         length, context = len(prompt_ids), self.target.context
         if length == 0:
             raise UsageError("the prompt has no tokens; give at least one")
-        if not all(0 <= token < self.target.vocab_size for token in prompt_ids):
-            raise UsageError(f"the prompt has ids outside the target's vocabulary of {self.target.vocab_size}")
+        if isinstance(prompt_ids, str) or not all(0 <= token < self.target.vocab_size for token in prompt_ids):
+            raise UsageError(f"the prompt must be ids of the target's vocabulary of {self.target.vocab_size} tokens")
         if length > context:
             raise UsageError(f"the prompt has {length} tokens, the target's context is {context}; shorten the prompt")
         return min(max_new_tokens, context - length), "length" if max_new_tokens <= context - length else "context"

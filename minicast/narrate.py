@@ -115,7 +115,8 @@ def explain_round(
         raise UserError(FAULTS[decoder.seen.settled.next_token])
     method, width = request["method"], request["width"]
     verifier = request["verifier"] if request["temperature"] > 0 else "greedy"
-    screen.write(f"round {number} of {method}, width {width}; the answer so far: {tokenizer.decode(so_far)!r}\n")
+    asked = f"{method}, width {width}" if method == "cast" else method
+    screen.write(f"round {number} of {asked}; the answer so far: {tokenizer.decode(so_far)!r}\n")
     for line, style in round_lines(decoder.seen, step, method, verifier, tokenizer.token_text):
         screen.write(line + "\n", style)
 

@@ -21,6 +21,9 @@ def check_tree(tree, vocabulary: int) -> None:
 
 def fault(tree: Tree, vocabulary: int) -> str | None:
     """What is wrong with a tree, in words; None: nothing."""
+    fields = (tree.tokens, tree.parents, tree.depths, tree.log_mass)
+    if not all(isinstance(values, torch.Tensor) and values.dim() == 1 for values in fields):
+        return "its fields must be tensors of one dimension"
     N = tree.width
     if any(len(values) != N for values in (tree.parents, tree.depths, tree.log_mass)):
         return "its fields have different lengths"
@@ -33,6 +36,8 @@ def fault(tree: Tree, vocabulary: int) -> str | None:
     above = torch.where(tree.parents < 0, 0, tree.depths[tree.parents.clamp(min=0)])
     if bool((tree.depths != above + 1).any()):
         return "a node's depth must be its parent's plus one, 1 below the root"
+    if len(set(zip(tree.parents.tolist(), tree.tokens.tolist()))) < N:  # Theorem 3 counts on it
+        return "two children of a node carry the same token"
     if bool(((tree.tokens < 0) | (tree.tokens >= vocabulary)).any()):
         return f"a token is outside the vocabulary of {vocabulary}"
     return None

@@ -52,7 +52,10 @@ def _read_prompt(line: str, where: str) -> tuple[str, str | None]:
         first = turns[:1] if isinstance(turns, list) else []
         for text in [values.get(name) for name in PROMPT_FIELDS] + first:
             if isinstance(text, str):
-                return text, values.get("domain")
+                domain = values.get("domain")
+                if not isinstance(domain, str | None):
+                    raise UserError(f"{where}: domain must be a string, got {json.dumps(domain)}")
+                return text, domain
     raise UserError(f"{where} has no prompt: none of {', '.join(PROMPT_FIELDS)} or turns")
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
+from numbers import Integral
 from statistics import fmean, linear_regression
 
 from minicast.tree import Tree
@@ -37,8 +38,8 @@ FIT_FROM = 16    # the paper fits its line from 16 packed rows on: fewer take ot
 
 def clamp_width(width: int) -> int:
     """A width the decoder can run: 0 is AR, and above MAX_WIDTH it is MAX_WIDTH, with a warning."""
-    if width < 0:
-        raise ValueError(f"a width is 0 (AR) to {MAX_WIDTH}, not {width}")
+    if not isinstance(width, Integral) or width < 0:
+        raise ValueError(f"a width is a whole number, 0 (AR) to {MAX_WIDTH}, not {width}")
     if width > MAX_WIDTH:
         warnings.warn(f"width {width} is above the widest tree: using {MAX_WIDTH}", stacklevel=2)
     return min(width, MAX_WIDTH)
@@ -279,7 +280,8 @@ class BackOff:
         self.ar_tokens_left = max(self.ar_tokens_left - tokens, 0)
 
 
-# Policies: `width` is N to propose next, `trim` what of that is verified, `observe` hears what was committed
+# Policies: `width` is N to propose next, `trim` the first nodes of it that are verified (`Tree.first`: the pack is
+# laid out already), `observe` hears what was committed
 
 @dataclass
 class FixedWidth:

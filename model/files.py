@@ -13,11 +13,15 @@ from model.errors import UsageError, UserError
 def write_atomically(path: Path, content: str | Callable[[Path], object]) -> None:
     """Write text, or what `content` writes to the path that it is given, beside `path`; then put it there."""
     partial_file = path.with_name(f"{path.name}.{os.getpid()}.part")
-    if isinstance(content, str):
-        partial_file.write_text(content, encoding="utf-8")
-    else:
-        content(partial_file)
-    os.replace(partial_file, path)
+    try:
+        if isinstance(content, str):
+            partial_file.write_text(content, encoding="utf-8")
+        else:
+            content(partial_file)
+        os.replace(partial_file, path)
+    except BaseException:  # a full disk, Ctrl-C: a part of the file is of no use, and takes room
+        partial_file.unlink(missing_ok=True)
+        raise
 
 
 def check_directory(path: Path, flag: str) -> None:

@@ -145,7 +145,7 @@ def resolve(name: str | os.PathLike, kind: str, progress: default_model.Progress
 
 def local_directory(name: str) -> Path | None:
     """The directory that `name` is, or None where it is a hub id; an error where it can be neither."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if name and path.is_dir():
         return path
     if path.is_file():

@@ -348,7 +348,9 @@ def work_directory(out: Path) -> Path:
 
 def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], list[Example]]:
     """The given prompts by domain, and the given responses."""
-    prompts = {Path(file).stem: read_prompts(file) for file in arguments.prompts}
+    prompts: dict[str, list[str]] = {}
+    for file in arguments.prompts:  # files of one name, in different directories, are one domain
+        prompts.setdefault(Path(file).stem, []).extend(read_prompts(file))
     if arguments.templates:
         prompts |= {f"templates-{domain}": template_prompts(domain, arguments.templates) for domain in TEMPLATES}
     responses = [example for file in arguments.responses for example in read_responses(file)]

@@ -55,6 +55,7 @@ def test_reads_prompts_of_every_form(tmp_path):
 def test_names_the_line_it_cannot_read(tmp_path):
     file = tmp_path / "broken.jsonl"
     broken = {"{": "JSON", '{"title": "x"}': "question", "[1]": "question", '{"turns": []}': "turns"}
+    broken |= {'{"prompt": "x", "domain": 3}': "domain", '{"prompt": "x", "domain": ["a"]}': "domain"}
     for line, word in broken.items():
         file.write_text('{"prompt": "fine"}\n' + line)
         with pytest.raises(UserError, match=f"broken.jsonl:2.*{word}"):
@@ -649,4 +650,5 @@ def test_a_prompt_file_that_is_not_there_is_a_usage_error(tmp_path, capsys):
     blocked = tmp_path / "file"
     blocked.touch()
     assert bench.main(["--random-weights", "tiny", "--out", str(blocked / "x.json")]) == 2
+    assert bench.main(["--random-weights", "tiny", "--out", str(tmp_path / "x.md")]) == 2  # the table would replace it
     assert "is a file" in capsys.readouterr().err

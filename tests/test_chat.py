@@ -476,8 +476,9 @@ def test_two_turns_of_the_default_model_equal_a_fresh_prefill(monkeypatch):
 
 def test_commands_take_no_argument(talk):
     """What is wrong with it is said, and it is neither sent nor obeyed."""
-    room, shown, err, status = talk("hello", "/reset all", "/stats 3", "/quit now", "/nope", "/", " /stats 3")
-    assert len(room.answers) == 2 and status == 0  # the first and the last message
+    typed = ["hello", "/reset all", "/stats 3", "/quit now", "/nope", "/", " /stats 3", " /quit"]
+    room, shown, err, status = talk(*typed)
+    assert len(room.answers) == 3 and status == 0  # the first message, and the last two: they begin with a space
     lines = [line for line in err.splitlines() if "leave out" in line]
     for name, extra in (("/reset", "all"), ("/stats", "3"), ("/quit", "now")):
         assert any(name in line and repr(extra) in line for line in lines)

@@ -14,6 +14,7 @@ from graphs.masks import BODIES
 from minicast import Decoder, generate
 from minicast.round import State, pack, prefill, read_features
 from minicast.tree import Tree
+from minicast.width import FixedWidth
 from model.config import DraftConfig, Rope, TargetConfig
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
@@ -78,6 +79,8 @@ def test_a_draft_vocabulary_bounds_what_is_proposed_and_changes_no_text(body, pa
 @pytest.mark.parametrize("words, change", [
     ("depth", dict(depths=torch.tensor([1, 1]))), ("before its children", dict(parents=torch.tensor([1, -1]))),
     ("vocabulary", dict(tokens=torch.tensor([5, VOCABULARY]))), ("lengths", dict(log_mass=torch.zeros(3))),
+    ("same token", dict(tokens=torch.tensor([5, 5]), parents=torch.tensor([-1, -1]), depths=torch.tensor([1, 1]))),
+    ("one dimension", dict(tokens=torch.tensor([[5], [6]]))), ("one dimension", dict(tokens=[5, 6])),
 ])  # fmt: skip
 def test_a_tree_that_would_change_the_text_is_refused(words, change):
     """A wrong depth gives wrong positions, and so another text without a word."""
@@ -524,6 +527,17 @@ def test_requests_that_cannot_be_served_are_usage_errors(models):
             decoder.generate(prompt_of(5), max_new_tokens=4, **options)
     with pytest.raises(UsageError, match="vocabulary"):
         decoder.generate([5, VOCABULARY], max_new_tokens=4)
+    with pytest.raises(UsageError, match="ids"):
+        decoder.generate("a text", max_new_tokens=4)
+
+
+def test_a_policy_of_ones_own_may_ask_for_too_much(models):
+    """One that doubles without end is held to the widest tree; a width that is none is named."""
+    with pytest.warns(UserWarning, match="500.*127"):
+        assert 127 in Decoder(*models).generate(prompt_of(5), width=FixedWidth(500), max_new_tokens=4).widths
+    for width in (4.5, -1, None):
+        with pytest.raises(ValueError, match=f"whole number.*{width}"):
+            Decoder(*models).generate(prompt_of(5), width=FixedWidth(width), max_new_tokens=4)
 
 
 @pytest.mark.parametrize("stop_ids", [5, None, 2.0, "2"])

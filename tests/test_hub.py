@@ -241,7 +241,7 @@ def test_directories_files_and_what_is_neither(tmp_path, monkeypatch):
     (tmp_path / "weights.safetensors").write_bytes(b"")
     assert hub.resolve(tmp_path, "target") == tmp_path
     assert hub.resolve("org/name", "target") == Path("org/name")
-    for name in ("/no/such/place", "./nothing", "../nothing", "~/nothing-here", "a/b/c", "nothing/", ".x"):
+    for name in ("/no/such/place", "./nothing", "../nothing", "~/nothing-here", "~nobody-here/x", "a/b/c", "nothing/", ".x"):
         with pytest.raises(UserError, match="no such directory") as error:
             hub.resolve(name, "target")
         assert name in str(error.value) and "\n" not in str(error.value)

@@ -170,6 +170,7 @@ def test_wide_trees_are_cut_and_say_so(tell):
 def test_the_first_round_is_told_unless_another_is_named(tell):
     assert tell()[1] == tell("1")[1] != tell("2")[1]
     assert tell()[1].startswith("round 1 of cast, width 5; ")
+    assert tell("--method", "dflash")[1].startswith("round 1 of dflash; ")  # it has no width
 
 
 def test_the_verifier_is_named(tell):

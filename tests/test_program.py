@@ -16,6 +16,7 @@ from minicast.decode import Decoder
 from minicast.program import Parser
 from model import train_dflash
 from model.errors import UserError
+from model.files import write_atomically
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 ROOT = Path(run.__file__).parent
@@ -171,6 +172,39 @@ def test_help_and_mistakes_on_streams_that_take_nothing(command, status, out, er
 def test_a_failing_file_is_not_taken_for_a_stream(capsys):
     assert guarded("x", lambda: open("/nowhere/file", "w")) == 1
     assert capsys.readouterr().err == "x: /nowhere/file: No such file or directory\n"
+
+
+def test_a_full_disk_is_one_line(capsys):
+    """The error of a write, other than that of opening, names no file."""
+    with open("/dev/full", "w") as file:
+        assert guarded("x", lambda: file.write("text") and file.flush()) == 1
+        with pytest.raises(OSError):
+            file.close()
+    assert capsys.readouterr().err.startswith("x: cannot write: No space left on device")
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_a_file_that_cannot_be_written_whole_leaves_no_part(tmp_path, failure):
+    """The old one stays."""
+    def write(partial):
+        partial.write_text("ha")
+        raise failure
+
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(type(failure)):
+        write_atomically(tmp_path / "file", write)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_only_a_lack_of_memory_is_called_so(capsys):
+    def fail(message):
+        raise RuntimeError(message)
+
+    assert guarded("x", lambda: fail("CUDA out of memory. Tried to allocate 2 GiB")) == 1
+    assert guarded("x", lambda: fail("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")) == 1
+    assert capsys.readouterr().err.count("x: out of memory") == 2
+    with pytest.raises(RuntimeError):
+        guarded("x", lambda: fail("CUDA error: an illegal memory access was encountered"))
 
 
 # Flags

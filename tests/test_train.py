@@ -21,7 +21,7 @@ from model.train_data import (
     read_prompts,
     read_responses,
 )
-from model.train_dflash import WIDTH, Trainer, flags, prepare, replay
+from model.train_dflash import WIDTH, Trainer, flags, prepare, read_inputs, replay
 from model.train_head import SoftCrossEntropy, block_states, loaded_head, save_head
 from model.train_prompts import TEMPLATES, template_prompts
 
@@ -241,6 +241,16 @@ def test_prompts_are_read_from_every_kind_of_file(tmp_path):
         prompts = template_prompts(domain, 200)
         assert len(set(prompts)) == 200 and prompts == template_prompts(domain, 200)
         assert not any("{" in prompt for prompt in prompts)
+
+
+def test_prompt_files_of_one_name_are_all_read(tmp_path):
+    """In different directories; the last one alone would be, where a name is a key."""
+    for directory in "ab":
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "train.jsonl").write_text(f'"{directory}"\n')
+    files = [str(tmp_path / directory / "train.jsonl") for directory in "ab"]
+    arguments = flags().parse_args(["--target", "t", "--out", "o", "--prompts", *files])
+    assert read_inputs(arguments)[0] == {"train": ["a", "b"]}
 
 
 @pytest.mark.slow
