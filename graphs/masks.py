@@ -35,18 +35,20 @@ def matrix(visible: Tensor | str, rows: Tensor) -> Tensor:
     return everything.tril() if visible == CAUSAL else everything
 
 
-class LiveSlice:
-    """Scaled dot-product attention over the P + n slots in use: the default on a CPU.
-
-    Each body hands on `layer`, which runs a layer compiled (see `graphs.capture`); None runs it as it is
+class Body:
+    """What all bodies hand on: `layer`, which runs a layer compiled (see `graphs.capture`); None runs it as it is
     written. A prompt chunk always runs so: it may have any length, and compiling for each would take longer
     than it saves.
     """
 
-    static = False
-
     def __init__(self, layer: Callable | None = None):
         self.layer = layer
+
+
+class LiveSlice(Body):
+    """Scaled dot-product attention over the P + n slots in use: the default on a CPU."""
+
+    static = False
 
     def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:
         """Lay n rows after the prefix.
@@ -67,13 +69,10 @@ class LiveSlice:
         return Window(P + rows, P + offsets, mask, live=prefix + n, layer=layer)
 
 
-class FullCache:
+class FullCache(Body):
     """Scaled dot-product attention over all S slots under a mask (n, S): static shapes, no host value."""
 
     static = True
-
-    def __init__(self, layer: Callable | None = None):
-        self.layer = layer
 
     def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:
         """As `LiveSlice.window`; `prefix` is not read."""
@@ -117,7 +116,7 @@ KERNELS = {
 }
 
 
-class Flex:
+class Flex(Body):
     """FlexAttention over the slots in use: static shapes, no host value, nothing built from round to round.
 
     It exists in compiled layers only. Elsewhere its mask is materialised, which is slow, so where layers are
@@ -127,7 +126,7 @@ class Flex:
     static = True
 
     def __init__(self, layer: Callable | None = None):
-        self.layer = layer
+        super().__init__(layer)
         self.masks: dict[tuple, BitMask] = {}
 
     def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:

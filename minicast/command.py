@@ -166,14 +166,14 @@ class Choice:
                 print(hint, file=sys.stderr)
         else:
             pair = hub.pair_for_target(target)
-        hub.check_name(target)  # a wrong path is the nearer mistake
+        hub.check_name(target, "target")  # a wrong path is the nearer mistake
         if not drafts:
             return cls(target, None, pair)
         if draft is None and pair is None:
             way_out = "name one with --draft-model (run.py --method ar needs none)"
             raise UsageError(f"no draft head is known for {target}: {way_out}")
         if draft is not None:
-            hub.check_name(draft)  # before the target is loaded
+            hub.check_name(draft, "draft")  # before the target is loaded
         return cls(target, pair.name if draft is None else draft, pair)
 
     def source(self) -> str:

@@ -303,7 +303,8 @@ class Decoder:
         length, context = len(prompt_ids), self.target.context
         if length == 0:
             raise UsageError("the prompt has no tokens; give at least one")
-        if isinstance(prompt_ids, str) or not all(0 <= token < self.target.vocab_size for token in prompt_ids):
+        flat = not isinstance(prompt_ids, str) and getattr(prompt_ids, "ndim", 1) == 1
+        if not flat or not all(0 <= token < self.target.vocab_size for token in prompt_ids):
             raise UsageError(f"the prompt must be ids of the target's vocabulary of {self.target.vocab_size} tokens")
         if length > context:
             raise UsageError(f"the prompt has {length} tokens, the target's context is {context}; shorten the prompt")

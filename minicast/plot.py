@@ -149,7 +149,7 @@ Draw = Callable[[dict], object]
 
 def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
     """By the picture's name, how to draw it and from what; nothing for a file of another kind."""
-    if "findings" in values:
+    if values.get("findings"):
         return {"lengths": (lengths, values), "scores": (scores, values)}
     if "rows" in values:
         probes = {f"latency-{probe['prefix']}": (latency, probe["costs"]) for probe in values.get("probes", [])}
@@ -177,15 +177,17 @@ def run(files: Sequence[Path], out: Path) -> int:
     check_directory(out, "--out")
     for file in files:
         values = read(file)
-        drawn = pictures(values)
+        try:
+            drawn = {name: draw(part) for name, (draw, part) in pictures(values).items()}
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{file} is not as bench, replay or a probe writes it ({error!r})") from error
         unswept = "rows" in values and "speedup" not in drawn
         if not drawn:
             other = "is not the output of bench, replay or a probe: there is nothing to draw"
             raise UserError(f"{file} {NO_SWEEP if unswept else other}")
         if unswept:
             print(f"plot: {file} {NO_SWEEP}", file=sys.stderr)
-        for name, (draw, part) in drawn.items():
-            figure = draw(part)
+        for name, figure in drawn.items():
             path = out / f"{file.stem}-{name}.png"
             try:
                 out.mkdir(parents=True, exist_ok=True)

@@ -42,11 +42,13 @@ def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
 
 
 def _read_prompt(line: str, where: str) -> tuple[str, str | None]:
-    """The text and the domain, if it names one, of a JSON line."""
+    """The text and the domain, if it names one, of a JSON line: an object, or a string."""
     try:
         values = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where} is not JSON: a prompt file has one JSON object a line") from error
+    if isinstance(values, str):
+        return values, None
     if isinstance(values, dict):
         turns = values.get("turns")
         first = turns[:1] if isinstance(turns, list) else []

@@ -25,7 +25,7 @@ from minicast.tree import NonFinite, Tree
 from minicast.verify import target_choices, visit, walk
 from minicast.width import MAX_WIDTH
 from model.dflash import DraftHead
-from model.errors import UserError
+from model.errors import UsageError, UserError
 from model.transformer import KVCache, Target, Window
 
 MAX_ROWS = MAX_WIDTH + 1  # packed rows of the widest tree
@@ -201,6 +201,8 @@ def read_features(state: State, count: int) -> None:
 
 def draft(state: State) -> Tensor:
     """Step 1: one pass of the drafter over [b, mask × L] at positions P..P+L -> log q (L, V)."""
+    if state.draft is None:
+        raise UsageError("this method drafts, and the decoder has no draft head: give it one")
     rows = state.depth + 1
     behind = rows if state.static else state.prefix - state.drafted
     if behind:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model import default_model
+from model.config import draft_config, read_config, target_config
 from model.errors import UsageError, UserError
 
 HEADS = Path(__file__).parent / "heads"
@@ -160,12 +161,15 @@ def local_directory(name: str) -> Path | None:
     return None
 
 
-def check_name(name: str) -> None:
-    """UsageError for what can be the name of no checkpoint: neither a known pair, nor a checkpoint's directory, nor an
-    id that the hub could know."""
+def check_name(name: str, kind: str) -> None:
+    """UsageError for what can be the name of no "target" or "draft": neither a known pair, nor a directory with a
+    config.json, nor an id that the hub could know. UserError where the config.json is of another kind."""
     directory = None if known_pair(name) else local_directory(name)
     if directory and not (directory / "config.json").is_file():
         raise UsageError(f"{name} holds no config.json: give the directory of a checkpoint")
+    if directory:
+        parse = target_config if kind == "target" else draft_config
+        parse(read_config(directory), directory / "config.json")
 
 
 def source(name: str | os.PathLike, kind: str) -> str:

@@ -31,7 +31,6 @@ from model.errors import UserError
 from model.files import read_text, write_atomically
 from model.transformer import KVCache, Target, Window
 
-PROMPT_KEYS = ("prompt", "question", "text", "problem", "turns")
 LABELS = 32  # most probable tokens kept at each position
 HARD = 0.5  # share of a label that lies on the token that came
 DECAY = 0.75  # weight of a depth relative to the one before: a token counts only if all before it were accepted
@@ -74,20 +73,6 @@ def _is_json(line: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def read_prompts(file: str | Path) -> list[str]:
-    """The prompts of a JSONL file: strings, or objects with one of PROMPT_KEYS; of several turns the first."""
-    prompts = []
-    for number, line in enumerate(read_lines(file), 1):
-        if isinstance(line, dict):
-            line = next((line[key] for key in PROMPT_KEYS if key in line), None)
-        if isinstance(line, list) and line:
-            line = line[0]
-        if not isinstance(line, str):
-            raise UserError(f"{file}, line {number}: no prompt; give one of {', '.join(PROMPT_KEYS)}")
-        prompts.append(line)
-    return prompts
 
 
 def read_responses(file: str | Path) -> list[Example]:

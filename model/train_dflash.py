@@ -15,6 +15,7 @@ optimizer stay in float32. On a GPU the pass is compiled. It trains no target.
 
 import argparse
 import dataclasses
+import json
 import math
 import sys
 import time
@@ -26,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.config import read_config, target_config
+from model.config import read_config, read_json, target_config
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, write_atomically
@@ -41,7 +42,6 @@ from model.train_data import (
     Sampler,
     answer,
     make_batch,
-    read_prompts,
     read_responses,
     split,
 )
@@ -348,9 +348,11 @@ def work_directory(out: Path) -> Path:
 
 def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], list[Example]]:
     """The given prompts by domain, and the given responses."""
+    from minicast.prompts import read_prompts
+
     prompts: dict[str, list[str]] = {}
     for file in arguments.prompts:  # files of one name, in different directories, are one domain
-        prompts.setdefault(Path(file).stem, []).extend(read_prompts(file))
+        prompts.setdefault(file.stem, []).extend(prompt.text for prompt in read_prompts([file], None))
     if arguments.templates:
         prompts |= {f"templates-{domain}": template_prompts(domain, arguments.templates) for domain in TEMPLATES}
     responses = [example for file in arguments.responses for example in read_responses(file)]
@@ -359,22 +361,33 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], li
     return prompts, responses
 
 
+def claim(directory: Path, settings: dict) -> None:
+    """Note in the work directory whose answers it holds. UsageError where these are of other settings."""
+    file = directory / "settings.json"
+    if file.exists() and read_json(file) != settings:
+        known = ", ".join(f"{name} {value}" for name, value in read_json(file).items())
+        raise UsageError(f"{directory} holds answers of {known}: give the same flags again, or another --out")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(settings) + "\n")
+
+
 def gather_answers(
     target: Target, arguments: argparse.Namespace, prompts: dict[str, list[str]], responses: list[Example]
 ) -> list[Example]:
     """The given responses, and the target's answers to the given prompts, which are written first."""
     examples = list(responses)
-    tokenizer = load_tokenizer(arguments.target) if prompts else None
+    if prompts:
+        tokenizer = load_tokenizer(arguments.target)
+        claim(work_directory(arguments.out), {"target": arguments.target, "max_new_tokens": arguments.max_new_tokens})
     for domain, texts in prompts.items():
         file = work_directory(arguments.out) / f"{domain}.jsonl"
 
         def progress(done: int, total: int, domain=domain):
             bar(done / total, f"{domain}: {done} of {total} prompts answered")
 
-        encoded = [tokenizer.encode_chat(text) for text in texts]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        answer(target, encoded, file, tokenizer.stop_ids, arguments.max_new_tokens, progress=progress)
-        examples += read_responses(file)
+        encoded = {tuple(tokenizer.encode_chat(text)) for text in texts}
+        answer(target, list(encoded), file, tokenizer.stop_ids, arguments.max_new_tokens, progress=progress)
+        examples += (example for example in read_responses(file) if example.prompt in encoded)
     examples = [example for example in examples if len(example.response) > 1]
     if not examples:
         raise UserError("nothing to learn from: every answer has fewer than two tokens")
@@ -411,9 +424,9 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
     if not arguments.out.name:
         raise UsageError(f"--out {arguments.out}: give the directory a name of its own")
     check_directory(arguments.out, "--out")
-    check_name(arguments.target)
+    check_name(arguments.target, "target")
     if arguments.init is not None:
-        check_name(arguments.init)
+        check_name(arguments.init, "draft")
     given = read_inputs(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = faster_dtype(device)
@@ -451,7 +464,7 @@ def flags() -> argparse.ArgumentParser:
 
     parser = Parser(prog="python -m model.train_dflash", description="Train a DFlash head.")
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
-    parser.add_argument("--prompts", nargs="+", default=[], help="JSONL files; the target answers them first")
+    parser.add_argument("--prompts", nargs="+", type=Path, default=[], help="JSONL files; the target answers them first")
     parser.add_argument("--templates", type=int, default=0, help="prompts from each of the built-in template sets")
     parser.add_argument("--responses", nargs="+", default=[], help="JSONL files of [prompt ids, response ids]")
     parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")

@@ -13,7 +13,7 @@ import torch
 from graphs.masks import BODIES
 from minicast import Decoder, generate
 from minicast.round import State, pack, prefill, read_features
-from minicast.tree import Tree
+from minicast.tree import Tree, best_first_tree
 from minicast.width import FixedWidth
 from model.config import DraftConfig, Rope, TargetConfig
 from model.dflash import DraftHead
@@ -527,8 +527,11 @@ def test_requests_that_cannot_be_served_are_usage_errors(models):
             decoder.generate(prompt_of(5), max_new_tokens=4, **options)
     with pytest.raises(UsageError, match="vocabulary"):
         decoder.generate([5, VOCABULARY], max_new_tokens=4)
-    with pytest.raises(UsageError, match="ids"):
-        decoder.generate("a text", max_new_tokens=4)
+    for no_ids in ("a text", torch.ones(1, 5, dtype=torch.int64)):
+        with pytest.raises(UsageError, match="ids"):
+            decoder.generate(no_ids, max_new_tokens=4)
+    with pytest.raises(UsageError, match="has no draft head"):
+        Decoder(models[0]).generate(prompt_of(5), method=lambda proposal: best_first_tree(proposal.draft(), 3), width=3)
 
 
 def test_a_policy_of_ones_own_may_ask_for_too_much(models):

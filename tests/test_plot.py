@@ -129,3 +129,11 @@ def test_a_file_in_place_of_the_directory(tmp_path, capsys):
     file = write(tmp_path / "a.json", FILES["probe"][0])
     assert plot.main([file, "--out", f"{file}/pictures"]) == 2
     assert "is a file: name a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("values", [{"findings": []}, {"rows": [{}]}, {"packed": [1], "settle_ms": ["x"]}], ids=str)
+def test_figures_of_another_kind_are_one_line(tmp_path, capsys, values):
+    """The right names with the wrong content."""
+    pytest.importorskip("matplotlib")
+    assert plot.main([write(tmp_path / "a.json", values), "--out", str(tmp_path)]) == 1
+    assert "a.json is not " in capsys.readouterr().err

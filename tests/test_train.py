@@ -8,6 +8,7 @@ import torch
 from tiny import random_tensors, tiny_target_config, write_checkpoint, write_tiny_draft, write_tiny_target
 
 from minicast import Decoder
+from minicast.prompts import read_prompts
 from model import load_draft, load_target
 from model.errors import UsageError, UserError
 from model.train_data import (
@@ -18,10 +19,9 @@ from model.train_data import (
     Sampler,
     answer,
     make_batch,
-    read_prompts,
     read_responses,
 )
-from model.train_dflash import WIDTH, Trainer, flags, prepare, read_inputs, replay
+from model.train_dflash import WIDTH, Trainer, claim, flags, prepare, read_inputs, replay
 from model.train_head import SoftCrossEntropy, block_states, loaded_head, save_head
 from model.train_prompts import TEMPLATES, template_prompts
 
@@ -236,11 +236,19 @@ def test_prompts_are_read_from_every_kind_of_file(tmp_path):
     file = tmp_path / "prompts.jsonl"
     lines = ["a", {"question": "b"}, {"turns": ["c", "d"]}, {"prompt": "e", "task_id": 1}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_prompts(file) == ["a", "b", "c", "e"]
+    assert [prompt.text for prompt in read_prompts([file], None)] == ["a", "b", "c", "e"]
     for domain in TEMPLATES:
         prompts = template_prompts(domain, 200)
         assert len(set(prompts)) == 200 and prompts == template_prompts(domain, 200)
         assert not any("{" in prompt for prompt in prompts)
+
+
+def test_answers_of_other_settings_are_not_taken_for_ones_own(tmp_path):
+    """Of another target, or shorter ones: the work directory says whose it holds."""
+    claim(tmp_path / "work", {"target": "a", "max_new_tokens": 9})
+    claim(tmp_path / "work", {"target": "a", "max_new_tokens": 9})
+    with pytest.raises(UsageError, match="holds answers of target a, max_new_tokens 9: give the same flags"):
+        claim(tmp_path / "work", {"target": "b", "max_new_tokens": 9})
 
 
 def test_prompt_files_of_one_name_are_all_read(tmp_path):
