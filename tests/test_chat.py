@@ -425,6 +425,7 @@ def test_in_a_terminal(names):
     process = subprocess.Popen(
         [sys.executable, run.__file__, *flags], stdin=follower, stdout=follower, stderr=follower,
         env=os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it is ignored in background jobs
     )
     os.close(follower)
     shown = bytearray()

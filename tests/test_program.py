@@ -44,10 +44,14 @@ def slow_torch(tmp_path):
     """Start a program whose torch takes a minute to import, and swallows every exception meanwhile, once it does."""
     (tmp_path / "torch.py").write_text(SLOW_TORCH)
 
-    def begin(arguments, **options):
+    def begin(arguments, interrupt=signal.SIG_DFL):
+        """interrupt: what SIGINT does at the start, whatever it does to the tests, which may be a background job"""
         environment = os.environ | {"PYTHONPATH": str(tmp_path)}
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, **pipes, **options)
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, env=environment, **pipes,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
+        )
         return process, process.stdout.readline().strip()
 
     return begin
@@ -65,7 +69,7 @@ def test_interrupt_while_torch_is_imported(slow_torch, arguments):
 
 def test_an_ignored_interrupt_stays_ignored(slow_torch):
     """As in a background job of a script, which Ctrl-C is not meant for."""
-    process, state = slow_torch(PROGRAMS["run"], preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    process, state = slow_torch(PROGRAMS["run"], interrupt=signal.SIG_IGN)
     process.communicate(timeout=30)
     assert (state, process.returncode) == ("ignored", 7)
 
