@@ -9,10 +9,9 @@ import argparse
 import json
 import sys
 
-from minicast.program import Parser, complain, start
+from minicast.program import INTERRUPTED, Parser, at_least, complain, start
 
 METHODS = ("ar", "dflash", "cast")
-INTERRUPTED = 130  # what shells report after Ctrl-C
 
 
 def number_or(**words):
@@ -25,13 +24,6 @@ def number_or(**words):
     return parse
 
 
-def positive(text: str) -> int:
-    """An argparse type."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return int(text)
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="run.py", description="Decode a prompt with a speculative tree (CAST).")
     task = parser.add_mutually_exclusive_group(required=True)
@@ -40,7 +32,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("model")
     group.add_argument("--model", help="directory, hub id or known name; default: smollm2")
     group.add_argument("--draft-model", help="likewise; default: the head known for the model")
-    group.add_argument("--draft-vocabulary", type=positive, metavar="V",
+    group.add_argument("--draft-vocabulary", type=at_least(1), metavar="V",
                        help="the head scores only the V most frequent tokens: faster drafts, the same text")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
@@ -72,7 +64,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                            help="on a GPU: compile and capture nothing")
     group = parser.add_argument_group("output")
     group.add_argument("--show-tree", action="store_true", help="each round's packed tree, then the text")
-    group.add_argument("--explain-round", type=positive, nargs="?", const=1, metavar="K",
+    group.add_argument("--explain-round", type=at_least(1), nargs="?", const=1, metavar="K",
                        help="decode up to round K, 1 if left out, tell that round step by step, and stop")
     group.add_argument("--compare", action="store_true", help="all methods on the prompt, side by side")
     group.add_argument("--explain", action="store_true", help="costs, masses and the width that follows, on stderr")

@@ -11,7 +11,7 @@ The clocks of an answer are in `minicast.decode`, the definitions of the figures
 beside them in `minicast.machine`, whether the tokens are right in `minicast.audit`, tables in `minicast.report`.
 """
 
-from minicast.program import Parser, start
+from minicast.program import Parser, at_least, start
 
 start(__name__)  # before anything slow is imported
 
@@ -29,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from minicast.audit import Audit, first_departure, is_failure
-from minicast.command import DTYPES, Placement, at_least, guarded, note_idle_flags, note_no_effect
+from minicast.command import DTYPES, Placement, guarded, note_idle_flags, note_no_effect
 from minicast.decode import Decoder, Options, Output
 from minicast.figures import Record, comparison, comparison_lines, located, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder

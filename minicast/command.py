@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from minicast.program import Unwritable, complain, interruptible, settle_streams, watched_streams
+from minicast.program import INTERRUPTED, Unwritable, complain, interruptible, settle_streams, watched_streams
 from model import check_pair, hub, load_draft, load_target, load_tokenizer
 from model.config import read_json
 from model.dflash import FREQUENT_TOKENS, DraftHead
@@ -22,20 +22,8 @@ from model.tokenizer import Tokenizer
 from model.transformer import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-INTERRUPTED = 130  # what shells report after Ctrl-C
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # "illegal memory access" is none of these
-
-
-def at_least(least: int):
-    """An argparse type: a whole number of at least `least`."""
-
-    def parse(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-        return int(text)
-
-    return parse
 
 
 def guarded(program: str, run: Callable[[], int]) -> int:

@@ -7,15 +7,16 @@ policies are those of `minicast.width`, as the decoder runs them, back-off inclu
 worth where timing cannot: whether a width for each round beats one N*, how far N* is from the best fixed width of
 a domain, what back-off loses on a hard text. It holds as far as a round costs what the probe says.
 
-Times are in units of AR's step throughout; a figure is a speed over AR.
+A figure is a speed over AR; its rounds' times are milliseconds.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from minicast.probe import Costs
-from minicast.replay import EVERYTHING, RANK_CAP, Replayable
-from minicast.width import AutoWidth, BackOff, FixedWidth, RoundWidth, decide
+from minicast.curve import MassCurve
+from minicast.probe import Costs, decide_by, policy_of
+from minicast.replay import EVERYTHING, RANK_CAP, Replayable, committed
+from minicast.width import BackOff, FixedWidth
 
 SWEPT = (1, 2, 3, 4, 5, 6, 7, 11, 15, 23, 31, 47, 63, 95, 127)
 
@@ -51,26 +52,23 @@ class Policies:
         return lines
 
 
-def compare(
-    domains: dict[str, list[Replayable]], masses: Sequence[float], accepted: Sequence[float], costs: Costs
-) -> Policies:
+def compare(domains: dict[str, list[Replayable]], curve: MassCurve, costs: Costs) -> Policies:
     """All policies on the answers of each domain, one answer after another on one decoder.
 
-    masses, accepted: of the pair's mass curve
+    curve: of the pair
     costs: widths beyond the last row count measured are left out
     """
     times = costs.times(())
     widest = len(times) - 1
-    masses, accepted = masses[:widest], accepted[:widest]
-    decision = decide(masses, costs.model(), costs.draft_ms, costs.overhead_ms, accepted=accepted)
-    rate = max(decision.tokens_per_second.values()) / 1e3
-    makers = {"auto": lambda back_off: AutoWidth(decision.width, times, back_off),
-              "round": lambda back_off: RoundWidth(times, costs.draft_ms, rate, back_off)}
-    if decision.width == 0:
-        makers["auto"] = lambda back_off: FixedWidth(0)
+    decision = decide_by(replace(curve, masses=curve.masses[:widest], accepted=curve.accepted[:widest]), costs)
     swept = sorted({0, decision.width} | {N for N in SWEPT if N <= widest})
     fixed = {N: by_domain(domains, lambda _, N=N: FixedWidth(N), times, costs.draft_ms) for N in swept}
-    chosen = {name: by_domain(domains, make, times, costs.draft_ms) for name, make in makers.items()}
+    chosen = {
+        name: by_domain(
+            domains, lambda back_off, name=name: policy_of(name, decision, costs, (), back_off), times, costs.draft_ms
+        )
+        for name in ("auto", "round")
+    }
     names = [*domains, EVERYTHING]
     return Policies(
         decision.width,
@@ -87,7 +85,6 @@ def by_domain(
     for domain, answers in domains.items():
         back_off, tokens, ms = BackOff(), 0, 0.0
         for answer in answers:
-            back_off.begin()
             tokens += len(answer.needs["cast"])
             ms += decode_ms(answer, make(back_off), times, draft_ms)
         speeds[domain] = tokens * times[0] / ms
@@ -100,7 +97,7 @@ def decode_ms(answer: Replayable, policy, times: Sequence[float], draft_ms: floa
     while position < last:
         width = policy.width
         N = policy.trim(answer.recording.drafts.tree(position, width, RANK_CAP)).width if width else 0
-        R = min(1 + sum(nodes <= N for nodes in answer.needs["cast"][position]), last - position)
+        R = committed(answer.needs["cast"], position, N)
         ms += times[N] if N or not width else draft_ms + times[0]
         policy.observe(N, R)
         position += R

@@ -79,6 +79,10 @@ class Costs:
         narrow, wide = PROPOSED
         return max(self.propose_ms[1] - self.propose_ms[0], 0.0) * (N - narrow) / (wide - narrow)
 
+    def __str__(self) -> str:
+        rows = ", ".join(f"{ms:.1f} ({n})" for n, ms in zip(self.packed, self.settle_ms))
+        return f"draft {self.draft_ms:.1f} ms; ms by packed rows, of which 1 is AR: {rows}"
+
     def model(self, buckets: Sequence[int] = ()) -> CostModel:
         return CostModel.fit(self.packed, self.settle_ms, buckets)
 
@@ -322,14 +326,8 @@ class Deployment:
         decision = self.decision(costs)
         if own_method:
             return FixedWidth(max(decision.drafted_width, 1) if decision else UNINFORMED)
-        if width == "auto" and decision and decision.width == 0:
-            return FixedWidth(0)
-        self.back_off.begin()
-        times = costs.times(self.decoder.state.buckets)
-        if width == "auto" and decision:
-            return AutoWidth(decision.width, times, self.back_off)
-        rate = max(decision.tokens_per_second.values()) / 1e3 if decision else 1.0 / times[0]
-        return RoundWidth(times, costs.draft_ms, rate, self.back_off, None if decision else self.learn)
+        learn = None if decision else self.learn
+        return policy_of(width, decision, costs, self.decoder.state.buckets, self.back_off, learn)
 
     @torch.no_grad()
     def costs_at(self, prompt_tokens: int, new_tokens: int, reprobe: bool = False) -> Costs:
@@ -364,11 +362,7 @@ class Deployment:
 
     def decision(self, costs: Costs) -> Decision | None:
         """The rule on the mass curve; None while the curve is young."""
-        if not self.known_masses:
-            return None
-        cost = costs.model(self.decoder.state.buckets)
-        chain = self.curve.chain_accepted or self.curve.chain_masses
-        return decide(self.known_masses, cost, costs.draft_ms, costs.overhead_ms, chain, self.curve.accepted)
+        return decide_by(self.curve, costs, self.decoder.state.buckets) if self.known_masses else None
 
     def learn(self, tree: Tree) -> None:
         """Take a proposed tree into the curve, and keep the curve on disk."""
@@ -381,15 +375,35 @@ class Deployment:
         """What `--explain` prints."""
         costs = self.costs_at(prompt_tokens, new_tokens)
         decision = self.decision(costs)
-        rows = ", ".join(f"{ms:.1f} ({n})" for n, ms in zip(costs.packed, costs.settle_ms))
-        lines = [
-            f"costs on {device_name(self.decoder)}: draft {costs.draft_ms:.1f} ms; "
-            f"ms by packed rows, of which 1 is AR: {rows}"
-        ]
+        lines = [f"costs on {device_name(self.decoder)}: {costs}"]
         if decision is None:
             known = f"{self.curve.rounds} of {LEARNED} rounds are known"
             return [*lines, f"no mass curve of this pair yet, {known}: each round goes by its own masses"]
         return [*lines, f"masses: means of {self.curve.rounds} rounds, {self.curve_file}", *decision.lines()]
+
+
+def decide_by(curve: MassCurve, costs: Costs, buckets: Sequence[int] = ()) -> Decision:
+    """The rule on a mass curve at these costs."""
+    chain = curve.chain_accepted or curve.chain_masses
+    return decide(curve.masses, costs.model(buckets), costs.draft_ms, costs.overhead_ms, chain, curve.accepted)
+
+
+def policy_of(
+    width: str, decision: Decision | None, costs: Costs, buckets: Sequence[int], back_off: BackOff,
+    learn: Callable[[Tree], None] | None = None,
+):
+    """The policy of an answer that begins now, for the width "auto" or "round".
+
+    decision: None while the mass curve is young: then every round goes by its own masses, and `learn` sees them
+    """
+    if width == "auto" and decision and decision.width == 0:
+        return FixedWidth(0)
+    back_off.begin()
+    times = costs.times(buckets)
+    if width == "auto" and decision:
+        return AutoWidth(decision.width, times, back_off)
+    rate = max(decision.tokens_per_second.values()) / 1e3 if decision else 1.0 / times[0]
+    return RoundWidth(times, costs.draft_ms, rate, back_off, learn)
 
 
 def explain(decoder: Decoder, prompt_tokens: int, arguments) -> list[str]:

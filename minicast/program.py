@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
+INTERRUPTED = 130  # what shells report after Ctrl-C
+
 
 class Parser(argparse.ArgumentParser):
     """Every mistake in the flags is one line; argparse alone would print the usage before it.
@@ -44,6 +46,17 @@ class Parser(argparse.ArgumentParser):
             self.exit(0)
         except OSError as error:
             self.exit(1, f"{self.prog}: cannot write to stdout: {error.strerror}")
+
+
+def at_least(least: int):
+    """An argparse type: a whole number of at least `least`."""
+
+    def parse(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return int(text)
+
+    return parse
 
 
 # Ctrl-C

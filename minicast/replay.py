@@ -18,7 +18,7 @@ Symbols: T tokens of an answer, b pending root, L block depth, K rank cap, N wid
 A round can start at T - 1 positions: the last token of an answer is no root. Nothing here reads a clock.
 """
 
-from minicast.program import Parser, start
+from minicast.program import Parser, at_least, start
 
 start(__name__)  # before anything slow is imported
 
@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minicast.command import DTYPES, Choice, Placement, at_least, guarded
+from minicast.command import DTYPES, Choice, Placement, guarded
 from minicast.curve import MassCurve
 from minicast.prompts import PROMPTS, read_prompts
 from minicast.report import commit
@@ -47,7 +47,7 @@ from minicast.width import MAX_WIDTH
 from model import hub, train_data
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.files import check_directory, write_atomically
+from model.files import check_directory, claim, claimed, write_atomically
 from model.transformer import KVCache, Target, Window
 
 RANKS = 32          # tokens kept at each depth
@@ -205,11 +205,16 @@ class Step:
     R: int
 
 
+def committed(needs: Needs, position: int, width: int) -> int:
+    """R of the round there, whose tree has `width` nodes; cut where the answer ends."""
+    return min(1 + bisect_right(needs[position], width), len(needs) - position)
+
+
 def replay(needs: Needs, width: int) -> list[Step]:
     """The rounds of a decode in which trees have `width` nodes, the last one cut where the answer ends."""
     steps, position = [], 0
     while position < len(needs):
-        R = min(1 + bisect_right(needs[position], width), len(needs) - position)
+        R = committed(needs, position, width)
         steps.append(Step(position, R))
         position += R
     return steps
@@ -480,12 +485,12 @@ def chain_rounds(answers: Sequence[Replayable]) -> Iterator[tuple[Replayable, St
 
 def reliability(answers: Sequence[Replayable], bins: int = 10) -> list[Bin]:
     """The RANK_CAP best candidates at depth one, binned by q (paper, Figure 4b); empty bins are left out."""
-    claimed, hits = [], []
+    said_q, hits = [], []
     for answer, step in chain_rounds(answers):
         drafts, said = answer.recording.drafts, answer.recording.answer[step.position + 1]
-        claimed.append(drafts.log_q[step.position, 0, :RANK_CAP].exp())
+        said_q.append(drafts.log_q[step.position, 0, :RANK_CAP].exp())
         hits.append(drafts.tokens[step.position, 0, :RANK_CAP] == said)
-    q, hit = torch.cat(claimed), torch.cat(hits).float()
+    q, hit = torch.cat(said_q), torch.cat(hits).float()
     place = (q * bins).long().clamp(max=bins - 1)
     chosen = [(k, place == k) for k in range(bins)]
     return [
@@ -561,12 +566,12 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         domains[answer.recording.domain].append(answer)
     findings = [analyse(group, domain) for domain, group in domains.items()]
     findings.append(analyse(answers))
+    curve = mass_curve(findings[-1], settings["target"], settings["draft"])
     policies = None
     if arguments.costs:
         from minicast.policies import compare
 
-        policies = compare(domains, findings[-1].masses, findings[-1].accepted, costs)
-    curve = mass_curve(findings[-1], settings["target"], settings["draft"])
+        policies = compare(domains, curve, costs)
 
     report = {
         "command": shlex.join(["python", "-m", "minicast.replay", *command]),
@@ -634,24 +639,11 @@ def head_digest(name: str) -> str:
     return digest.hexdigest()
 
 
-def claim(directory: Path, settings: dict, head: dict) -> None:
-    """Note in the directory what is recorded there; refuse if its answers are of something else."""
-    path = directory / "settings.json"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not settings.items() <= json.loads(path.read_text()).items():
-            raise UsageError(f"{directory} holds answers of other settings: delete it or change --out")
-        write_atomically(path, json.dumps(settings | head, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write to {directory}: {error.strerror}") from error
-
-
 def read_recordings(directory: Path) -> tuple[dict, list[Recording]]:
     """The settings, and every answer with a round that their head drafted, in the files' order."""
-    path = directory / "settings.json"
-    if not path.exists():
+    settings = claimed(directory)
+    if settings is None:
         raise UsageError(f"{directory} holds no recorded rounds: run without --analyse first")
-    settings = json.loads(path.read_text())
     files = sorted(directory.glob(f"{settings['head'][:8]}-*.safetensors"))
     recordings = [recording for recording in map(Recording.load, files) if len(recording.answer) > 1]
     if not recordings:

@@ -90,8 +90,7 @@ class Report:
         for arm, share in self.outside_share.items():
             yield f"{arm}: {share:.1%} of a round is spent outside the models"
         if self.costs:
-            rows = ", ".join(f"{ms:.1f} ({n})" for n, ms in zip(self.costs.packed, self.costs.settle_ms))
-            yield f"costs that auto went by: draft {self.costs.draft_ms:.1f} ms; ms by packed rows: {rows}"
+            yield f"costs that auto went by: {self.costs}"
         yield f"best-first tree, 127 nodes, depth 15, 8 ranks: {self.tree_builder_ms:.3f} ms without ranking"
         yield (
             "ms a token: decoding time over new tokens; the clock opens after prefill and, where something "

@@ -1,8 +1,9 @@
-"""Files that a user names, and files that are whole or not there.
+"""Files that a user names, files that are whole or not there, and directories that say whose answers they hold.
 
-Whoever reads one of the latter, or kills its writer, finds the old file or the new one.
+Whoever reads a file that is written here, or kills its writer, finds the old file or the new one.
 """
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -40,3 +41,30 @@ def read_text(path: str | Path) -> str:
     except OSError as error:
         named_wrongly = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
         raise (UsageError if named_wrongly else UserError)(f"cannot read {path}: {error.strerror}") from error
+
+
+def claimed(directory: Path) -> dict | None:
+    """What `claim` noted there; None if it never did. UserError where that is damaged."""
+    file = directory / "settings.json"
+    if not file.exists():
+        return None
+    try:
+        return dict(json.loads(read_text(file)))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file} is damaged: delete {directory}, or choose another --out") from error
+
+
+def claim(directory: Path, settings: dict, notes: dict | None = None) -> None:
+    """Note in a directory, which is made, whose answers it holds: `settings`, and `notes` that may change.
+
+    UsageError where it holds answers of other settings, UserError where it cannot be written.
+    """
+    known = claimed(directory)
+    if known is not None and not settings.items() <= known.items():
+        told = ", ".join(f"{name} {known.get(name)}" for name in settings)
+        raise UsageError(f"{directory} holds answers of {told}: give the same flags again, or another --out")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / "settings.json", json.dumps(settings | (notes or {}), indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write to {directory}: {error.strerror}") from error

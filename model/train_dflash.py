@@ -15,7 +15,6 @@ optimizer stay in float32. On a GPU the pass is compiled. It trains no target.
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -27,10 +26,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.config import read_config, read_json, target_config
+from model.config import read_config, target_config
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.files import check_directory, write_atomically
+from model.files import check_directory, claim, write_atomically
 from model.hub import check_name, resolve
 from model.linear import Linear
 from model.tokenizer import load_tokenizer
@@ -361,16 +360,6 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], li
     return prompts, responses
 
 
-def claim(directory: Path, settings: dict) -> None:
-    """Note in the work directory whose answers it holds. UsageError where these are of other settings."""
-    file = directory / "settings.json"
-    if file.exists() and read_json(file) != settings:
-        known = ", ".join(f"{name} {value}" for name, value in read_json(file).items())
-        raise UsageError(f"{directory} holds answers of {known}: give the same flags again, or another --out")
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(settings) + "\n")
-
-
 def gather_answers(
     target: Target, arguments: argparse.Namespace, prompts: dict[str, list[str]], responses: list[Example]
 ) -> list[Example]:
@@ -459,8 +448,7 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
 
 
 def flags() -> argparse.ArgumentParser:
-    from minicast.command import at_least  # shared by all command lines
-    from minicast.program import Parser
+    from minicast.program import Parser, at_least  # shared by all command lines
 
     parser = Parser(prog="python -m model.train_dflash", description="Train a DFlash head.")
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from minicast import replay
+from minicast.curve import MassCurve
 from minicast.decode import Decoder
 from minicast.policies import by_domain, compare, decode_ms
 from minicast.probe import Costs, costs_file
@@ -73,10 +74,10 @@ def test_speeds_are_tokens_over_time(answers):
 
 def test_the_table_names_the_best_width(answers):
     """Where drafting is free the widest tree is best, where it is dear AR is; auto follows."""
-    domains, masses = {"tiny": answers}, [0.5 / rank for rank in range(1, 128)]
-    free = compare(domains, masses, [], Costs((1, 4, 16), (10.0, 10.0, 10.0), (1e-6, 1e-6)))
+    domains, curve = {"tiny": answers}, MassCurve([0.5 / rank for rank in range(1, 128)], [0.0] * 7, [], [])
+    free = compare(domains, curve, Costs((1, 4, 16), (10.0, 10.0, 10.0), (1e-6, 1e-6)))
     assert free.predicted == 15 and max(free.fixed["tiny"], key=free.fixed["tiny"].get) <= 15
-    dear = compare(domains, masses, [], Costs((1, 4, 16), (10.0, 40.0, 160.0), (100.0, 101.0)))
+    dear = compare(domains, curve, Costs((1, 4, 16), (10.0, 40.0, 160.0), (100.0, 101.0)))
     assert dear.predicted == 0 and dear.chosen["tiny"]["auto"] == 1
     assert "| tiny | 1.00 | 1.00 |" in dear.lines()[2] and "| AR | 1.00 | 0.0 |" in dear.lines()[2]
 

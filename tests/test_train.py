@@ -11,6 +11,7 @@ from minicast import Decoder
 from minicast.prompts import read_prompts
 from model import load_draft, load_target
 from model.errors import UsageError, UserError
+from model.files import claim
 from model.train_data import (
     Example,
     LossHead,
@@ -21,7 +22,7 @@ from model.train_data import (
     make_batch,
     read_responses,
 )
-from model.train_dflash import WIDTH, Trainer, claim, flags, prepare, read_inputs, replay
+from model.train_dflash import WIDTH, Trainer, flags, prepare, read_inputs, replay
 from model.train_head import SoftCrossEntropy, block_states, loaded_head, save_head
 from model.train_prompts import TEMPLATES, template_prompts
 
@@ -249,6 +250,10 @@ def test_answers_of_other_settings_are_not_taken_for_ones_own(tmp_path):
     claim(tmp_path / "work", {"target": "a", "max_new_tokens": 9})
     with pytest.raises(UsageError, match="holds answers of target a, max_new_tokens 9: give the same flags"):
         claim(tmp_path / "work", {"target": "b", "max_new_tokens": 9})
+    for damage in ("{", "7"):
+        (tmp_path / "work" / "settings.json").write_text(damage)
+        with pytest.raises(UserError, match="settings.json is damaged"):
+            claim(tmp_path / "work", {"target": "a", "max_new_tokens": 9})
 
 
 def test_prompt_files_of_one_name_are_all_read(tmp_path):
