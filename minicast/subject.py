@@ -50,7 +50,8 @@ class Subject:
             return cls.of_shape(arguments.random_weights, arguments)
         only_head = arguments.random_weights == HEAD
         choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts or only_head)
-        tokenizer, prompts = choice.tokenizer(), read_prompts(arguments.prompts or [PROMPTS], arguments.limit)
+        prompts = read_prompts(arguments.prompts or [PROMPTS], arguments.limit)  # a wrong file is told before a download
+        tokenizer = choice.tokenizer()
         asked = questions(prompts, tokenizer, arguments.prefix, arguments.max_new_tokens)
         if not only_head:
             load = partial(choice.load, vocabulary=arguments.draft_vocabulary)
