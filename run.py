@@ -79,6 +79,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.chat and any(getattr(arguments, name) for name in alone):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in alone)
         parser.error(f"--chat goes with none of {flags}")
+    if arguments.chat and sys.stdin is None:
+        parser.error("--chat reads messages from stdin, which is closed")
     if arguments.explain_round and (arguments.show_tree or arguments.compare or arguments.json):
         parser.error("--explain-round goes with none of --show-tree, --compare, --json")
     return arguments
@@ -154,8 +156,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     live = not (arguments.json or arguments.show_tree)
     answer = show_answer(decoder, tokenizer, prompt_ids, request, screen, live, arguments.show_tree)
+    memory = peak_memory(placement.device)
     if arguments.json:
-        memory = peak_memory(placement.device)
         where = {"weights": choice.source(), "placement": str(placement), "peak_memory_bytes": memory}
         screen.write(json.dumps(answer.figures() | where) + "\n")
     else:
@@ -163,9 +165,8 @@ def run(arguments: argparse.Namespace) -> int:
             for piece, style in answer.pieces:
                 screen.write(piece, style)
             screen.end_line()
-        memory = f"memory   {peak_memory(placement.device) / 1e6:.0f} MB at peak"
-        for line in [*answer.lines(), memory, f"weights  {choice.source()}; {placement}"]:
-            print(line, file=sys.stderr)
+        last = [f"memory   {memory / 1e6:.0f} MB at peak", f"weights  {choice.source()}; {placement}"]
+        print(*answer.lines(), *last, sep="\n", file=sys.stderr)
     return INTERRUPTED if answer.stop_reason == "interrupted" else 0
 
 

@@ -11,7 +11,7 @@ The clocks of an answer are in `minicast.decode`, the definitions of the figures
 beside them in `minicast.machine`, whether the tokens are right in `minicast.audit`, tables in `minicast.report`.
 """
 
-from minicast.program import Parser, at_least, start
+from minicast.program import Parser, Unwritable, at_least, start
 
 start(__name__)  # before anything slow is imported
 
@@ -39,7 +39,7 @@ from minicast.prompts import Question
 from minicast.report import Report, commit, environment
 from minicast.subject import HEAD, PREFIX, Subject
 from minicast.width import MAX_WIDTH
-from model.errors import UsageError
+from model.errors import UsageError, UserError
 from model.files import check_directory, write_atomically
 from model.random_weights import SHAPES
 
@@ -142,10 +142,13 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(settings) + "\n")
             return
-        lines = [json.loads(line) for line in complete]
-        if lines[0] != settings:
+        try:
+            found, *lines = map(json.loads, complete)
+            self.records = [Record.from_json(values) for line in lines for values in line]
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path} is damaged ({error}): delete it, and the run begins anew") from error
+        if found != settings:
             raise UsageError(f"{path} is of an unfinished run with other settings: delete it or change --out")
-        self.records = [Record.from_json(values) for line in lines[1:] for values in line]
         os.truncate(path, sum(len(line) + 1 for line in complete))
 
     def append(self, records: Sequence[Record]) -> None:
@@ -375,7 +378,12 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         write_atomically(arguments.out, report.to_json())
         write_atomically(arguments.out.with_suffix(".md"), report.to_markdown())
     journal.remove()
-    print(report.to_markdown(), end="")
+    try:
+        print(report.to_markdown(), end="", flush=True)
+    except Unwritable:
+        if not arguments.out:  # it is nowhere else
+            print(report.to_markdown(), end="", file=sys.stderr)
+        raise
     for failure in report.failures:
         print(f"bench: rounding does not explain this: {failure}", file=sys.stderr)
     return 1 if report.failures else 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from minicast.decode import Decoder
 from minicast.terminal import Answer, Screen, mean, show_answer
-from model.errors import UsageError, UserError
+from model.errors import UserError
 from model.tokenizer import Tokenizer
 
 HELP = """\
@@ -94,8 +94,6 @@ class Chat:
     def run(self) -> int:
         """Until /quit or the end of input. Returns the exit status; KeyboardInterrupt after a second Ctrl-C in a row
         where a message is awaited, and after any where there is no terminal."""
-        if sys.stdin is None:
-            raise UsageError("--chat reads messages from stdin, which is closed")
         if hasattr(sys.stdin, "reconfigure"):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text: their turn is refused, in words
         if self.interactive:

@@ -42,7 +42,7 @@ class Options:
         method: "ar", "dflash", "cast", or a function from `Proposal` to `Tree`
         width: N for "cast", 0..127; 0 is "ar"; "auto": one that pays on this machine, found by a probe that is
             kept on disk; "round": likewise, for each round; both fall back on AR where drafting does not pay;
-            or a policy of your own, an object with `width`, `trim` and `observe` like `FixedWidth`
+            or a policy of your own, an object with `width`, `keep` and `observe` like `FixedWidth`
         max_new_tokens: exact bound on new tokens; 0 gives none
         temperature, top_k, top_p, seed: see `minicast.sampling`; temperature 0 is greedy
         stop_ids: ids that end the answer; the one reached is emitted
@@ -253,15 +253,16 @@ class Decoder:
             output.wall_seconds = time.perf_counter() - started
             reason = "eos" if ended else full if len(output.token_ids) == room else None
             yield Round(emitted, min(max(len(settled.tokens) - 1, 0), len(emitted)), tree, settled.path, reason)
-            if self.output is not output:
-                raise UserError("another answer was begun on this decoder: give each a decoder of its own")
+            if self.output is not output or state.prefix == 0:
+                raise UserError("the decoder was reset or began another answer: give each answer a decoder of its own")
             if fault:
                 self.reset()  # not-a-number left in a cache would survive masking
                 raise UserError(fault)
             if reason:
                 output.stop_reason = reason
                 return
-            tree = policy.trim(self._propose(request, token_ids, clamp_width(policy.width)))  # 1 draft 2 propose 3 pack
+            tree = self._propose(request, token_ids, clamp_width(policy.width))  # 1 draft 2 propose 3 pack
+            tree = tree.first(policy.keep(tree))
             opened = opened or self._clock()
             settled = Settled.read(self._settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
             state.commit(settled.tokens, request.tap)

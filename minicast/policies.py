@@ -96,7 +96,7 @@ def decode_ms(answer: Replayable, policy, times: Sequence[float], draft_ms: floa
     position, ms, last = 0, 0.0, len(answer.needs["cast"])
     while position < last:
         width = policy.width
-        N = policy.trim(answer.recording.drafts.tree(position, width, RANK_CAP)).width if width else 0
+        N = policy.keep(answer.recording.drafts.tree(position, width, RANK_CAP)) if width else 0
         R = committed(answer.needs["cast"], position, N)
         ms += times[N] if N or not width else draft_ms + times[0]
         policy.observe(N, R)

@@ -67,19 +67,19 @@ class Answer:
         return "".join(text for text, _ in self.pieces)
 
     def figures(self) -> dict:
-        """All of it, for JSON."""
-        output = self.output
+        """All of it, for JSON. Interrupted, the decoder may be a round ahead of what was shown."""
+        output, shown = self.output, len(self.accepted)
         return {
             "text": self.text,
-            "token_ids": output.token_ids,
+            "token_ids": self.token_ids,
             "stop_reason": self.stop_reason,
             "method": self.method,
             "width": self.width,
             "prompt_tokens": self.prompt_tokens,
-            "round_lengths": output.round_lengths,
+            "round_lengths": output.round_lengths[:shown],
             "accepted": self.accepted,
-            "widths": output.widths,
-            "mean_committed_per_round": mean(output.round_lengths),
+            "widths": output.widths[:shown],
+            "mean_committed_per_round": mean(output.round_lengths[:shown]),
             "mean_accepted_per_round": mean(self.accepted),
             "ms_per_token": ms_per_token(output),
             "prefill_seconds": output.prefill_seconds,

@@ -280,8 +280,8 @@ class BackOff:
         self.ar_tokens_left = max(self.ar_tokens_left - tokens, 0)
 
 
-# Policies: `width` is N to propose next, `trim` the first nodes of it that are verified (`Tree.first`: the pack is
-# laid out already), `observe` hears what was committed
+# Policies: `width` is N to propose next, `keep` how many of its first nodes are verified (the pack is laid
+# out already), `observe` hears what was committed
 
 @dataclass
 class FixedWidth:
@@ -289,8 +289,8 @@ class FixedWidth:
 
     width: int
 
-    def trim(self, tree: Tree) -> Tree:
-        return tree
+    def keep(self, tree: Tree) -> int:
+        return tree.width
 
     def observe(self, width: int, committed: int) -> None:
         """A round that verified `width` nodes committed so many tokens."""
@@ -311,8 +311,8 @@ class AutoWidth:
     def width(self) -> int:
         return self.best if self.back_off.drafting else 0
 
-    def trim(self, tree: Tree) -> Tree:
-        return tree
+    def keep(self, tree: Tree) -> int:
+        return tree.width
 
     def observe(self, width: int, committed: int) -> None:
         if width == 0:
@@ -344,12 +344,12 @@ class RoundWidth:
         self._drafted = self.back_off.drafting
         return MAX_WIDTH if self._drafted else 0
 
-    def trim(self, tree: Tree) -> Tree:
+    def keep(self, tree: Tree) -> int:
         if tree.width == 0:
-            return tree
+            return 0
         if self.look:
             self.look(tree)
-        return tree.first(paying_width(tree.log_mass.exp().tolist(), self.times, self.draft_ms, self.rate))
+        return paying_width(tree.log_mass.exp().tolist(), self.times, self.draft_ms, self.rate)
 
     def observe(self, width: int, committed: int) -> None:
         if not self._drafted:

@@ -238,7 +238,8 @@ def replay(draft: DraftHead, target: Target, example: Example, reading: Reading,
     Greedy decoding writes this answer whatever is drafted, so acceptance follows from the drafts alone and the target
     need not run. -> {"chain": round lengths, "tree": round lengths}
     """
-    from minicast.tree import best_first_tree, chain_tree  # the one thing here that knows trees
+    from minicast.tree import best_first_tree, chain_tree
+    from minicast.verify import child_rows, walk_rows
 
     response, depth = example.response, draft.block_size - 1
     states = all_states(draft, target, example, reading)
@@ -252,7 +253,9 @@ def replay(draft: DraftHead, target: Target, example: Example, reading: Reading,
             log_q = drafts[place]
             tree = chain_tree(log_q, depth) if method == "chain" else best_first_tree(log_q, width, rank_cap=8)
             ahead = response[place + 1 :]
-            lengths.append(min(walk(tree, ahead) + 1, len(ahead)))
+            children = child_rows([0, *tree.tokens.tolist()], [0, *(tree.parents + 1).tolist()])
+            path, _ = walk_rows(children, lambda row, depth: ahead[depth] if depth < len(ahead) else -1)
+            lengths.append(min(len(path), len(ahead)))
             place += lengths[-1]
     return rounds
 
@@ -264,16 +267,6 @@ def all_states(draft: DraftHead, target: Target, example: Example, reading: Read
     features = reading.features[None].to(target.device)
     parts = zip(roots.split(64, dim=1), anchors.split(64, dim=1))
     return torch.cat([block_states(draft, target, features, *part)[0] for part in parts])
-
-
-def walk(tree, continuation: Sequence[int]) -> int:
-    """How many tokens of `continuation` are a path of the tree from its root."""
-    children = {pair: node for node, pair in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist()))}
-    node, accepted = -1, 0
-    while accepted < len(continuation) and (node, continuation[accepted]) in children:
-        node = children[node, continuation[accepted]]
-        accepted += 1
-    return accepted
 
 
 # ---- what is told ----

@@ -280,6 +280,11 @@ def test_journal_survives_a_cut_anywhere(tmp_path):
         assert Journal(path, settings).records == resumed.records
     with pytest.raises(UsageError, match="other settings"):
         Journal(path, settings | {"seed": 1})
+    for damaged in (whole[1:], whole[:header] + b"[1]\n", b"\xff\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="damaged.* delete it"):
+            Journal(path, settings)
+        assert path.read_bytes() == damaged
 
 
 def test_killed_run_goes_on(decoder, tmp_path, monkeypatch):
@@ -472,6 +477,15 @@ def test_program_writes_table_and_json(flags, tmp_path, capsys):
     assert out.with_suffix(".md").read_text() == capsys.readouterr().out
     assert sorted(path.name for path in out.parent.iterdir()) == ["tiny.json", "tiny.md"]  # no journal left
     assert bench.main([*flags, "--methods", "ar"]) == 0  # needs neither head nor file
+
+
+def test_a_report_that_is_nowhere_else_is_not_lost(flags, tmp_path, monkeypatch, capsys):
+    """A stdout that takes nothing: the table goes to stderr, unless --out holds it."""
+    for to_file in (False, True):
+        monkeypatch.setattr("sys.stdout", open("/dev/full", "w"))
+        assert bench.main([*flags, "--methods", "ar", *(["--out", str(tmp_path / "r.json")] if to_file else [])]) == 1
+        err = capsys.readouterr().err
+        assert "cannot write to stdout" in err.splitlines()[-1] and ("| ar |" in err) != to_file
 
 
 def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys):

@@ -588,6 +588,17 @@ def test_a_second_answer_ends_the_first(models):
     assert len([token for step in second for token in step.token_ids]) == 19
 
 
+@pytest.mark.parametrize("body", BODIES)
+def test_a_reset_ends_the_answer_that_runs(models, body):
+    """Its caches are gone: one line says so."""
+    decoder = Decoder(*models, attention=body, max_length=64)
+    answer = decoder.stream(prompt_of(5), width=7, max_new_tokens=20)
+    next(answer)
+    decoder.reset()
+    with pytest.raises(UserError, match="was reset"):
+        next(answer)
+
+
 def test_a_sampled_round_reads_one_choice_a_visited_row(models, monkeypatch):
     """On a CPU a read costs nothing and a choice a pass over the vocabulary; no row that is not visited pays."""
     decoder, reads = Decoder(*models), []
@@ -610,8 +621,8 @@ def test_a_policy_may_begin_with_pauses(body):
         def width(self):
             return 5 if self.rounds >= 10 else 0
 
-        def trim(self, tree):
-            return tree
+        def keep(self, tree):
+            return tree.width
 
         def observe(self, width, committed):
             self.rounds += 1

@@ -83,8 +83,8 @@ def test_a_pause_of_drafting_stays_one(models):
     class Resting:
         width = 3
 
-        def trim(self, tree):
-            return tree
+        def keep(self, tree):
+            return tree.width
 
         def observe(self, width, committed):
             pass

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import run
-from minicast import bench, gpu_check, plot, replay
+from minicast import bench, command, gpu_check, plot, replay
 from minicast.command import guarded, note_idle_flags
 from minicast.decode import Decoder
 from minicast.program import Parser
@@ -144,8 +144,13 @@ def test_stdin_that_is_closed(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", None)
     assert run.main(["-p", "a", *flags]) == 0
     capsys.readouterr()
+    monkeypatch.setattr(command, "load_target", lambda *_: pytest.fail("refused only after loading"))
     for task in (["-p", "-"], ["--chat"]):
-        assert run.main([*task, *flags]) == 2
+        try:
+            status = run.main([*task, *flags])
+        except SystemExit as leaving:  # a mistake in the flags
+            status = leaving.code
+        assert status == 2
         err = capsys.readouterr().err
         assert "closed" in err and err.count("\n") == 1
 

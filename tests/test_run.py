@@ -507,6 +507,15 @@ def test_figures_of_an_answer_interrupted_in_its_first_round():
     assert any("1.00 tokens committed a round, 0.00 of them" in line for line in answer.lines())
 
 
+def test_ids_in_json_are_those_of_the_text_shown():
+    """Interrupted while a round was on its way to the screen, the decoder has that round already."""
+    output = Output([1, 2, 3, 4], [2, 1], [3, 3], "", 0.5, 0.1, 0.6)
+    answer = Answer("cast", 3, 3, output, [1], [("ab", "")], token_ids=[1, 2, 3])
+    figures = answer.figures()
+    assert figures["token_ids"] == [1, 2, 3] and figures["text"] == "ab"
+    assert figures["round_lengths"] == [2] and figures["widths"] == [3] and figures["mean_committed_per_round"] == 2
+
+
 def test_compare_prints_all_methods(cli, expected):
     status, out, _ = cli("--raw", "--max-new-tokens", "40", "--compare")
     text, table = out.split("method  ")

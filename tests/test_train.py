@@ -1,6 +1,7 @@
 """The training of a head: what one many-anchor pass computes, the loss, resuming, the format, and a head that learns."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ from model.train_data import (
 )
 from model.train_dflash import WIDTH, Trainer, flags, prepare, read_inputs, replay
 from model.train_head import SoftCrossEntropy, block_states, loaded_head, save_head
-from model.train_prompts import TEMPLATES, template_prompts
+from model.train_prompts import FUNCTIONS, TEMPLATES, template_prompts
 
 DEPTH = 7
 
@@ -241,7 +242,10 @@ def test_prompts_are_read_from_every_kind_of_file(tmp_path):
     for domain in TEMPLATES:
         prompts = template_prompts(domain, 200)
         assert len(set(prompts)) == 200 and prompts == template_prompts(domain, 200)
-        assert not any("{" in prompt for prompt in prompts)
+        slots = {name for prompt in prompts for name in re.findall(r"{([a-z_]+)}", prompt)}
+        assert slots <= {"pmatrix", "v", "w"}, "braces of LaTeX stay, slots are filled"
+    for signature, (_, call, _) in FUNCTIONS.items():
+        assert call.startswith(signature[: signature.index("(") + 1])
 
 
 def test_answers_of_other_settings_are_not_taken_for_ones_own(tmp_path):

@@ -14,7 +14,7 @@ from graphs.masks import BODIES
 from model import load_draft, load_target
 from model.errors import UsageError
 from model.linear import Linear, streamed_product
-from model.transformer import KVCache, lay_out
+from model.transformer import KVCache, dot_product_attention, lay_out
 
 GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 1e-4  # relative to the largest value, float32
@@ -40,6 +40,22 @@ def test_a_tap_that_is_no_layer_is_a_usage_error(taps):
     """A KeyError names a number and not what it is; Python's -1 would not be the last layer either."""
     with pytest.raises(UsageError, match=r"taps are layers, 0 to \d+ in this target, got \["):
         load_target(GOLDENS / "tiny-llama").score([1, 2, 3], taps=taps)
+
+
+@pytest.mark.parametrize("mask", [(1, 40), (3, 1, 1, 40), None], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_of_one_row_equals_the_formula(mask, dtype):
+    """One row takes a path of its own, by groups of heads; here every head is a product of its own."""
+    torch.manual_seed(0)
+    q, keys, values = (torch.randn(3, heads, rows, 16).to(dtype) for heads, rows in ((6, 1), (2, 40), (2, 40)))
+    seen = torch.ones(1, 40, dtype=torch.bool) if mask is None else torch.rand(mask) < 0.7
+    out = dot_product_attention(q, keys, values, None if mask is None else seen)
+    for batch in range(3):
+        for head in range(6):
+            scores = keys[batch, head // 3].float() @ q[batch, head, 0].float() / 4
+            shares = scores.masked_fill(~seen[batch if seen.ndim > 2 else 0].view(40), -torch.inf).softmax(0)
+            expected = shares @ values[batch, head // 3].float()
+            assert close(out[batch, head, 0].float(), expected) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("round_index", [0, 1])

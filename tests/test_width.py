@@ -393,18 +393,18 @@ def test_round_widths_pay_off_in_the_long_run():
         assert rate(widths) >= single * (1 - 1e-9)
 
 
-def test_round_width_trims_to_what_pays():
+def test_round_width_keeps_what_pays():
     """A sure round is verified whole, an unsure one not at all, and the back-off is charged for the draft."""
     policy = RoundWidth([10.0, 14.0, 16.0], draft_ms=3.0, rate=0.1, back_off=BackOff())
     assert policy.width == MAX_WIDTH
-    assert policy.trim(tree_of([0.9, 0.8])).width == 2
-    assert policy.trim(tree_of([0.5, 0.1])).width == 1
-    assert policy.trim(tree_of([0.05, 0.01])).width == 0
+    assert policy.keep(tree_of([0.9, 0.8])) == 2
+    assert policy.keep(tree_of([0.5, 0.1])) == 1
+    assert policy.keep(tree_of([0.05, 0.01])) == 0
     policy.observe(0, 1)
     assert policy.back_off.purse == pytest.approx(BUDGET - 0.3)
     for _ in range(20):
         policy.width, policy.observe(0, 1)
-    assert policy.width == 0 and policy.trim(tree_of([])).width == 0
+    assert policy.width == 0 and policy.keep(tree_of([])) == 0
     left = policy.back_off.ar_tokens_left
     policy.observe(0, 1)
     assert policy.back_off.ar_tokens_left == left - 1
@@ -412,7 +412,7 @@ def test_round_width_trims_to_what_pays():
 
 def test_auto_width_pauses():
     policy = adaptive(2.0)
-    assert policy.width == 1 and policy.trim(tree_of([0.01])).width == 1
+    assert policy.width == 1 and policy.keep(tree_of([0.01])) == 1
     policy.observe(1, 1), policy.observe(1, 1)
     assert policy.width == 0
     policy.observe(0, 1)
