@@ -32,11 +32,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from model.linear import FEW_ROWS, streamed_product
+from model.linear import FEW_ROWS
 from model.transformer import Layer
 
 WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the recorded one will
@@ -62,18 +61,11 @@ class CompiledLayer:
         # With one row a generated kernel streams the weight faster than cuBLAS does.
         self.one = self._compile(Layer.forward, {"coordinate_descent_tuning": True}, dynamic=False)
         self.open = self._compile(Layer.forward, CPU_OPTIONS, dynamic=True)
-        self.product = self._compile(streamed_product, CPU_OPTIONS, dynamic=False)
 
     def __call__(self, layer: Layer, x: Tensor, rope: tuple[Tensor, Tensor], cache, window) -> Tensor:
         """As `Layer.forward`: x (B, T, H) -> (B, T, H)."""
         compiled = self.open if window.live is not None else self.one if x.shape[1] == 1 else self.many
         return self._run(compiled, Layer.forward, layer, x, rope, cache, window)
-
-    def few_rows(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`streamed_product` of a product outside layers; padded, so that few numbers of rows are compiled."""
-        rows = next(count for count in ROWS if count >= len(x))
-        padded = F.pad(x, (0, 0, 0, rows - len(x)))
-        return self._run(self.product, streamed_product, padded, weight)[: len(x)]
 
     def works(self) -> bool:
         """Whether anything compiles: better known before weights are laid out for compiled products."""

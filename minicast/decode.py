@@ -332,9 +332,8 @@ class Decoder:
 
         Also the moment to lay out the weights, which another decoder on the same target may have done its own way.
         """
-        layer = self.state.body.layer
         for model in filter(None, (self.target, self.draft)):
-            lay_out(model, layer and layer.few_rows)
+            lay_out(model, compiled=self.state.body.layer is not None)
         if self.state.static:
             positions = min(1 << (max(positions, self.max_length) - 1).bit_length(), self.target.context)
         if self.state.reserve(positions) and self.graphs:

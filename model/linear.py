@@ -9,8 +9,8 @@ float32. Nothing holds both at once.
   precision has a narrower exponent than bfloat16, so weights are first scaled by a power of two, which is undone on
   the input and is exact. A layer that does not survive the round trip bit for bit keeps float32 weights, in oneDNN's
   blocked layout.
-- `unpack`, what compiled layers read: rows of bfloat16 or half precision, and for a few input rows
-  `streamed_product`, of which a compiler makes one loop over the weights.
+- `unpack`, what compiled layers read: panels of bfloat16 or half precision, and for a few input rows
+  `panel_product`, of which a compiler makes one loop over the weights.
 
 It does not train: a packed layer has no `weight` any more.
 """
@@ -27,16 +27,17 @@ HALF_TOP = 14  # largest weight is scaled into [2^14, 2^15): half precision over
 
 SLICE = 4096  # rows checked at a time, so that the check needs little memory beside the weights
 
-FEW_ROWS = 16  # input rows up to which a compiled product is bound by the weights it streams
-ACCUMULATORS = 8  # sums that a streamed product keeps in registers
-STREAMS = 4  # places at which it reads the weights at a time
+FEW_ROWS = 16  # input rows whose sums a compiled product can keep in registers
+PANEL = 16  # outputs that it computes side by side: a register of float32, or two
+STREAMS = 4  # panels that it reads at a time for one input row; for more rows fewer
 
 
 class Linear(nn.Module):
     """y = x Wᵀ + bias.
 
     Attributes:
-        weight: (out_features, in_features), None while packed
+        weight: (out_features, in_features), None while packed or unpacked
+        panels: (P, in_features, PANEL) while unpacked, else None: panels[p, :, j] is row p·PANEL + j of the weight
         bias: (out_features,) or None
     """
 
@@ -46,19 +47,19 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.packed: Packed | None = None
-        self.few_rows: Callable | None = None  # once unpacked: the product of a few rows outside compiled code
+        self.panels: nn.Parameter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x (…, in_features) -> (…, out_features)."""
         if self.packed is not None:
             y = self.packed.product(x)
-        elif self.few_rows is None:
+        elif self.panels is None:
             return F.linear(x, self.weight, self.bias)
         elif x.numel() > FEW_ROWS * self.in_features:
-            y = F.linear(x, self.weight.to(x.dtype))
+            y = F.linear(x, self._rows().to(x.dtype))
         else:
-            product = streamed_product if torch.compiler.is_compiling() else self.few_rows
-            y = product(x.reshape(-1, self.in_features), self.weight).view(*x.shape[:-1], -1)
+            y = panel_product(x.reshape(-1, self.in_features), self.panels)
+            y = y[:, : self.out_features].view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
     def pack(self) -> None:
@@ -71,26 +72,29 @@ class Linear(nn.Module):
         if self.packed is not None:
             self.weight = None
 
-    def unpack(self, few_rows: Callable[[Tensor, Tensor], Tensor], weight: Tensor | None = None) -> None:
-        """Replace the packed weights, if they are, by rows, in 16 bits where that loses nothing.
-
-        few_rows: `streamed_product`, compiled
-        weight: the rows, where somebody holds them already
-        """
+    def unpack(self) -> None:
+        """Replace the packed weights, if they are, by panels, in 16 bits where that loses nothing."""
         if self.packed is not None:
-            weight = narrow(self.packed.weight()) if weight is None else weight
-            self.weight = nn.Parameter(weight, requires_grad=False)
-            self.packed, self.few_rows = None, few_rows
+            rows = F.pad(narrow(self.packed.weight()), (0, 0, 0, -self.out_features % PANEL))
+            panels = rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+            self.panels, self.packed = nn.Parameter(panels, requires_grad=False), None
 
     def repack(self) -> None:
         """Undo `unpack`."""
-        if self.few_rows is not None:
-            self.weight, self.few_rows = nn.Parameter(self.weight.float(), requires_grad=False), None
+        if self.panels is not None:
+            self.weight, self.panels = nn.Parameter(self._rows().float(), requires_grad=False), None
             self.pack()
+
+    def _rows(self) -> Tensor:
+        """The unpacked weight (out_features, in_features)."""
+        return self.panels.transpose(1, 2).flatten(0, 1)[: self.out_features]
 
     def weight_bytes(self) -> int:
         """Bytes that one product streams."""
-        return self.packed.bytes if self.weight is None else self.weight.numel() * self.weight.element_size()
+        if self.packed is not None:
+            return self.packed.bytes
+        held = self.weight if self.panels is None else self.panels
+        return held.numel() * held.element_size()
 
 
 def narrow(weight: Tensor) -> Tensor:
@@ -101,20 +105,20 @@ def narrow(weight: Tensor) -> Tensor:
     return weight
 
 
-def streamed_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x (M, K) float32, M ≤ FEW_ROWS, weight (N, K) of any width -> x weightᵀ (M, N). To be compiled on a CPU.
+def panel_product(x: Tensor, panels: Tensor) -> Tensor:
+    """x (M, K) float32, M ≤ FEW_ROWS; panels (P, K, PANEL) of any width -> (M, P·PANEL). To be compiled on a CPU.
 
-    Each row of x and each of a few equal parts of the weight is a sum of its own, all over the same K: that is what
-    makes Inductor fuse them in one loop, where a weight is loaded and widened once for all rows, and the sums stay in
-    registers. The parts are there because one stream of weights at a time leaves a third of a core's bandwidth unused.
+    Each row of x is a sum of its own over the same K: that is what makes Inductor fuse them in one loop, where a slice
+    of a panel is loaded and widened once for all rows, and the sums stay in registers. One row alone waits for
+    memory, and less so if it reads several panels at a time.
     """
     # A view by strides has to be of memory: without it, Inductor repeats what computes x in every turn of the loop.
-    rows, products = x.as_strided(x.shape, x.stride()).unbind(), []
-    for first in range(0, len(rows), ACCUMULATORS):
-        together = rows[first : first + ACCUMULATORS]
-        parts = weight.unflatten(0, (math.gcd(len(weight), min(STREAMS, ACCUMULATORS // len(together))), -1))
-        products += [torch.cat([(row * part.float()).sum(-1) for part in parts]) for row in together]
-    return torch.stack(products)
+    rows = x.as_strided(x.shape, x.stride()).unbind()
+    streams = math.gcd(len(panels), max(STREAMS // len(rows), 1))
+    parts = panels.unflatten(0, (streams, -1)).unbind()
+    # Concatenated as they are summed, for a view in between would be a copy.
+    sums = [torch.cat([(row[None, None, :, None] * part.float()).sum(2) for row in rows]) for part in parts]
+    return torch.cat(sums, dim=1).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -282,13 +282,11 @@ class Target(nn.Module):
         return self.logits(hidden)[0], None if features is None else features[0]
 
 
-def lay_out(model: nn.Module, few_rows: Callable | None) -> None:
-    """Unpack the linear layers of a target or a drafter for compiled code; without `few_rows`, pack what was unpacked.
+def lay_out(model: nn.Module, compiled: bool) -> None:
+    """Unpack the linear layers inside the layers of a target or a drafter for compiled code, or pack them again.
 
-    See `model.linear`. A tied LM head shares its rows with the embedding table once more.
+    What is not in a layer, as the LM head, is not compiled and stays packed. See `model.linear`.
     """
-    if few_rows and isinstance(model, Target) and model.config.tied:
-        model.lm_head.unpack(few_rows, model.embed_tokens.weight)
-    for module in model.modules():
+    for module in model.layers.modules():
         if isinstance(module, Linear):
-            module.unpack(few_rows) if few_rows else module.repack()
+            module.unpack() if compiled else module.repack()

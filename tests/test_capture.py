@@ -355,10 +355,10 @@ def test_decoders_that_compile_and_that_do_not_share_a_target():
     for decoder in (compiled, eager, compiled, eager):
         decoder.reset()
         assert decoder.generate(prompt, width=7, max_new_tokens=8).token_ids == expected
-        for layer in (*target.modules(), *draft.modules()):
+        for layer in (*target.layers.modules(), *draft.layers.modules()):
             if isinstance(layer, Linear):
                 assert (layer.packed is None) == (decoder is compiled)
-                assert layer.weight is None or layer.weight.dtype == torch.bfloat16
+                assert layer.panels is None or layer.panels.dtype == torch.bfloat16
         assert {layer.weight_bytes() for layer in target.modules() if isinstance(layer, Linear)} == held
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from graphs.masks import BODIES
 from model import load_draft, load_target
 from model.errors import UsageError
-from model.linear import Linear, streamed_product
+from model.linear import PANEL, Linear
 from model.transformer import KVCache, dot_product_attention, lay_out
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -117,7 +117,7 @@ def test_half_precision_layout_loses_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
-def test_unpacked_rows_are_the_weights_that_were_packed(dtype, bias):
+def test_unpacked_panels_are_the_weights_that_were_packed(dtype, bias):
     """There and back between the layouts, bit for bit, for every number of rows; the product of few rows, of many, and
     the packed one are the same."""
     generator = torch.Generator().manual_seed(0)
@@ -131,26 +131,31 @@ def test_unpacked_rows_are_the_weights_that_were_packed(dtype, bias):
             layer.pack()
             if layer.weight is not None:
                 pytest.skip("no packed layout on this CPU")
-            layer.unpack(streamed_product)
-            assert layer.packed is None and layer.weight.dtype == dtype and torch.equal(layer.weight.float(), weight)
+            layer.unpack()
+            assert layer.packed is None and layer.panels.dtype == dtype
+            for row in range(rows):
+                assert torch.equal(layer.panels[row // PANEL, :, row % PANEL].float(), weight[row])
             for m in (1, 2, 3, 4, 5, 8, 11, 16, 17, 40):
                 x = torch.randn(1, m, columns, generator=generator)
                 expected = F.linear(x.double(), weight.double(), layer.bias if layer.bias is None else layer.bias.double())
                 assert layer(x).shape == expected.shape
                 assert torch.allclose(layer(x).double(), expected, atol=1e-4)
             layer.repack()
-            assert layer.weight is None and layer.few_rows is None
+            assert layer.weight is None and layer.panels is None
             assert torch.allclose(layer(x).double(), expected, atol=1e-4)
             layer.weight, layer.packed = torch.nn.Parameter(weight.clone()), None
 
 
-def test_an_unpacked_tied_head_is_the_embedding_table():
-    """Packed, it has its own layout; unpacked it must not be held a second time."""
+def test_laying_out_a_model_changes_its_layers_alone_and_back():
+    """The LM head is not inside a layer: it keeps its layout, and memory holds nothing twice."""
     target = load_target(GOLDENS / "tiny-llama")
     tokens = torch.arange(12)
     expected, _ = target.score(tokens)
-    lay_out(target, streamed_product)
-    assert target.config.tied and target.lm_head.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
+    lay_out(target, compiled=True)
+    linears = [module for module in target.layers.modules() if isinstance(module, Linear)]
+    assert all(module.packed is None and module.panels is not None for module in linears)
+    assert target.lm_head.packed is not None and target.lm_head.panels is None
     assert torch.allclose(target.score(tokens)[0], expected, atol=1e-4)
-    lay_out(target, None)
+    lay_out(target, compiled=False)
+    assert all(module.packed is not None and module.panels is None for module in linears)
     assert torch.equal(target.score(tokens)[0], expected)
