@@ -11,7 +11,7 @@ The clocks of an answer are in `minicast.decode`, the definitions of the figures
 beside them in `minicast.machine`, whether the tokens are right in `minicast.audit`, tables in `minicast.report`.
 """
 
-from minicast.program import Parser, Unwritable, at_least, start
+from minicast.program import Parser, Unwritable, at_least, each_once, start
 
 start(__name__)  # before anything slow is imported
 
@@ -245,15 +245,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
         return values
 
-    def counts(least: int):
-        def parse(text: str) -> list[int]:
-            values = [at_least(least)(value) for value in text.split(",")]
-            if len(set(values)) < len(values):
-                raise argparse.ArgumentTypeError(f"must name each number once, got {text}")
-            return values
-
-        return parse
-
     parser = Parser(prog="python -m minicast.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE",
                         help="JSONL with prompt, question, text, problem or turns; a line's domain is its "
@@ -263,9 +254,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", "--widths", dest="widths", type=widths, default=[15], metavar="N,N,...",
                         help="of cast, an arm each: numbers, auto (one that pays on this machine) or round "
                         "(one for each round); default: 15")
-    parser.add_argument("--max-new-tokens", type=counts(2), default=[128], metavar="N,N,...",
+    parser.add_argument("--max-new-tokens", type=each_once(2), default=[128], metavar="N,N,...",
                         help="lengths of answers, a table's domain each; default: 128")
-    parser.add_argument("--prefix", type=counts(1), default=[], metavar="N,N,...",
+    parser.add_argument("--prefix", type=each_once(1), default=[], metavar="N,N,...",
                         help="cut prompts to at most so many tokens, a table's domain each; also where "
                         "--probe-full probes, 1024 if not given")
     parser.add_argument("--repeats", type=at_least(1), default=1, help="default: %(default)s")

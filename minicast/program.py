@@ -59,6 +59,18 @@ def at_least(least: int):
     return parse
 
 
+def each_once(least: int):
+    """An argparse type: different whole numbers of at least `least`, as in 1,8,14."""
+
+    def parse(text: str) -> list[int]:
+        values = [at_least(least)(value) for value in text.split(",")]
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"must name each number once, got {text}")
+        return values
+
+    return parse
+
+
 # Ctrl-C
 
 def start(name: str) -> None:

@@ -408,7 +408,10 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
     check_directory(arguments.out, "--out")
     check_name(arguments.target, "target")
     if arguments.init is not None:
+        from minicast.command import note_no_effect
+
         check_name(arguments.init, "draft")
+        note_no_effect("train_dflash", sorted(arguments.changed & {"layers", "block", "taps"}), "with --init")
     given = read_inputs(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = faster_dtype(device)
@@ -422,7 +425,7 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
     if arguments.init is not None:
         draft = loaded_head(arguments.init, target)
     else:
-        draft = fresh_head(head_config(target, arguments.layers, arguments.block), target)
+        draft = fresh_head(head_config(target, arguments.layers, arguments.block, arguments.taps), target)
     for module in target.modules():
         if isinstance(module, Linear):
             module.pack()
@@ -441,7 +444,7 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
 
 
 def flags() -> argparse.ArgumentParser:
-    from minicast.program import Parser, at_least  # shared by all command lines
+    from minicast.program import Parser, at_least, each_once  # shared by all command lines
 
     parser = Parser(prog="python -m model.train_dflash", description="Train a DFlash head.")
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
@@ -453,6 +456,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--init", help="a head to go on from; default: start at the target's last layers")
     parser.add_argument("--layers", type=at_least(1), default=3, help="of the head; default: %(default)s")
     parser.add_argument("--block", type=at_least(2), default=8, help="positions drafted in one pass, the root's included")
+    parser.add_argument("--taps", type=each_once(0), default=[], metavar="I,I,...",
+                        help="target layers that it reads, 0 the first; default: five, evenly spread")
     parser.add_argument("--rate", type=float, default=1.2e-3, help="peak learning rate; about half of it with --init")
     parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="of each answer")
     parser.add_argument("--held-out", type=at_least(1), default=8, help="answers of each file kept for validation")

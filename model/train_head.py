@@ -8,6 +8,7 @@ Which anchors are taken, and what they are labelled with, is model/train_data.py
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from model.config import DraftConfig, check_pair, draft_config, read_config
 from model.dflash import FREQUENT_TOKENS, DraftHead
+from model.errors import UsageError
 from model.files import write_atomically
 from model.hub import resolve
 from model.transformer import Attention, Target, rotate
@@ -101,10 +103,13 @@ class SoftCrossEntropy(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None, None, None, None
 
 
-def head_config(target: Target, layers: int, block_size: int, mask_token_id: int = 0) -> DraftConfig:
-    """A head of the target's own dimensions that taps five layers, evenly from the second to the third last."""
+def head_config(target: Target, layers: int, block_size: int, taps: Sequence[int] = ()) -> DraftConfig:
+    """A head of the target's own dimensions. Without `taps` it reads five layers, evenly from the second to the third
+    last. Its mask token is yet to be chosen."""
     config = target.config
-    taps = sorted({max(0, round(1 + part * (config.layers - 4) / 4)) for part in range(5)})
+    taps = taps or sorted({max(0, round(1 + part * (config.layers - 4) / 4)) for part in range(5)})
+    if max(taps) >= config.layers:
+        raise UsageError(f"--taps {max(taps)}: the target's layers are 0 to {config.layers - 1}")
     return DraftConfig(
         vocab_size=config.vocab_size,
         hidden=config.hidden,
@@ -119,7 +124,7 @@ def head_config(target: Target, layers: int, block_size: int, mask_token_id: int
         qk_norm=True,
         block_size=block_size,
         taps=tuple(taps),
-        mask_token_id=mask_token_id,
+        mask_token_id=0,
         target_layers=config.layers,
     )
 

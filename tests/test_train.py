@@ -298,6 +298,19 @@ def test_a_head_learns_a_repeating_grammar_within_a_minute(tmp_path):
     assert sum(rounds) / len(rounds) >= 2
 
 
+def test_a_head_reads_the_layers_that_were_asked_for(tmp_path, capsys):
+    """And a head to go on from has its own, which is said."""
+    responses = tmp_path / "answers.jsonl"
+    responses.write_text("".join(json.dumps([[1, number], [3, 4, 5, 6]]) + "\n" for number in range(3)))
+    command = f"--target {write_tiny_target(tmp_path / 'target')} --responses {responses} --held-out 1"
+    trainer = prepare(flags().parse_args([*command.split(), "--out", str(tmp_path / "a"), "--taps", "1,0"]))
+    assert trainer.draft.taps == (1, 0) and not capsys.readouterr().err
+    save_head(trainer.draft, tmp_path / "head", [])
+    again = [*command.split(), "--out", str(tmp_path / "b"), "--init", str(tmp_path / "head"), "--taps", "1"]
+    assert prepare(flags().parse_args(again)).draft.taps == (1, 0)
+    assert "--taps: no effect with --init" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags_given", ["--minutes 0", "--minutes nan", "--rate nan", "--rate 0"])
 def test_budgets_that_train_nothing_are_refused(tmp_path, flags_given):
     """Before anything is loaded or written."""
@@ -307,7 +320,7 @@ def test_budgets_that_train_nothing_are_refused(tmp_path, flags_given):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("flags_given", ["--layers 0", "--block 1", "--held-out 0", "--max-new-tokens 1"])
+@pytest.mark.parametrize("flags_given", ["--layers 0", "--block 1", "--taps 1,1", "--held-out 0", "--max-new-tokens 1"])
 def test_numbers_that_make_no_head_are_refused(flags_given):
     with pytest.raises(SystemExit) as stop:
         flags().parse_args(f"--target t --out o {flags_given}".split())
@@ -319,6 +332,7 @@ def test_numbers_that_make_no_head_are_refused(flags_given):
     [
         "", "--responses {}/none.jsonl", "--prompts {}/none.jsonl", "--responses {}/few.jsonl",
         "--target {}/empty --templates 2", "--init {}/nowhere --templates 2",
+        "--responses {}/few.jsonl --taps 1,9",
     ],
 )
 def test_a_start_that_fails_leaves_nothing_behind(tmp_path, flags_given):
