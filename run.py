@@ -122,9 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
     note_idle_flags("run.py", arguments, METHODS if arguments.compare else (arguments.method,), drafts)
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
     if drafts and choice.pair and choice.pair.thinking != arguments.enable_thinking:
-        mode = "with" if choice.pair.thinking else "without"
-        hint = f"the head of {choice.pair.name} was trained {mode} --enable-thinking: expect short rounds"
-        print(f"run.py: {hint}", file=sys.stderr)
+        trained = f"the head of {choice.pair.name} was trained with{'' if choice.pair.thinking else 'out'}"
+        print(f"run.py: {trained} --enable-thinking: expect short rounds", file=sys.stderr)
     tokenizer = choice.tokenizer()
     if arguments.chat:
         from minicast.chat import Chat, Conversation

@@ -39,6 +39,7 @@ from model.linear import FEW_ROWS
 from model.transformer import Layer
 
 WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the recorded one will
+MOST_SHAPES = 1024  # compiled in one process
 MAX_GRAPHS = 64  # kept at once: a request's few, for several widths and ways of sampling
 ROWS = (1, 4, 8, FEW_ROWS)  # that products of few rows are compiled for on a CPU
 CPU_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}  # multiply and add in one instruction
@@ -53,8 +54,8 @@ class CompiledLayer:
     """
 
     def __init__(self, backend: str | Callable = "inductor"):
-        # Beyond the limit, shapes would silently run as they are written.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        # All decoders' shapes count together, and beyond the limit a new one would be an error.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
         torch._dynamo.config.specialize_float = True  # epsilon is a constant, where sizes are open too
         self.backend, self.failed = backend, False
         self.many = self._compile(Layer.forward, dynamic=False)
@@ -90,7 +91,7 @@ class CompiledLayer:
         except torch._dynamo.exc.RecompileError:
             raise
         except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = str(error).strip().partition("\n")[0]
             self.failed = True
             warnings.warn(f"cannot compile, so layers run uncompiled and slower: {reason}", stacklevel=3)
             return plain(*arguments)
@@ -150,6 +151,7 @@ class Graphs:
         if self.captured:
             print(f"minicast: {reason}; recording {len(self.captured)} graphs anew", file=sys.stderr)
         self.captured.clear()
+        self.recorder.renew()
 
     def _capture(self, function: Callable[[], Any], buffers: Sequence[Tensor], label: str) -> Captured:
         before = [buffer.clone() for buffer in buffers]
@@ -170,6 +172,10 @@ class CudaRecorder:
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device)
+        self.renew()
+
+    def renew(self) -> None:
+        """Another pool: one whose graphs are all gone may not be recorded into again."""
         self.pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, function: Callable[[], Any]) -> None:

@@ -138,7 +138,7 @@ class Journal:
         complete = []
         if path.exists():
             *complete, _ = path.read_bytes().split(b"\n")
-        if not complete:
+        if len(complete) < 2:  # nothing was finished
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(settings) + "\n")
             return
@@ -275,7 +275,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         f"{', '.join(SHAPES)}; or {HEAD}: the model as it is, its head of random weights")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
-    parser.add_argument("--attention", help="sdpa, static or flex; default: what the device runs best")
+    parser.add_argument("--attention", choices=("sdpa", "static", "flex"), help="default: what the device runs best")
     compiling = parser.add_mutually_exclusive_group()
     compiling.add_argument("--compile", action="store_true", default=None,
                            help="on a CPU: compile the layers; a minute at the first start, seconds later")

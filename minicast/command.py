@@ -186,19 +186,21 @@ class Choice:
                 draft = load_draft(self.draft, placement.dtype, placement.device, progress=bar)
             check_pair(draft.config, target.config)
             if vocabulary is not None:
-                draft.restrict(frequent_tokens(draft)[:vocabulary], target)
+                draft.restrict(frequent_tokens(draft, target.vocab_size)[:vocabulary], target)
         return target, draft
 
 
-def frequent_tokens(draft: DraftHead) -> list[int]:
+def frequent_tokens(draft: DraftHead, vocab_size: int) -> list[int]:
     """Token ids that lie beside a head, the most frequent first."""
     file = draft.directory / FREQUENT_TOKENS
+    form = '{"tokens": [token ids, the most frequent first]}'
     if not file.is_file():
-        raise UsageError(
-            f"--draft-vocabulary: {file} is missing; heads of model.train_dflash have one, for others write "
-            '{"tokens": [token ids, the most frequent first]} there'
-        )
-    return read_json(file)["tokens"]
+        missing = f"{file} is missing; heads of model.train_dflash have one, for others write {form} there"
+        raise UsageError(f"--draft-vocabulary: {missing}")
+    tokens = read_json(file).get("tokens")
+    if not isinstance(tokens, list) or not tokens or not all(type(t) is int and 0 <= t < vocab_size for t in tokens):
+        raise UserError(f"{file} must hold {form}, with ids of the target's vocabulary of {vocab_size}")
+    return tokens
 
 
 class LoadingBar:

@@ -22,12 +22,12 @@ from graphs.capture import CompiledLayer, CudaRecorder, Graphs
 from graphs.masks import BODIES
 from minicast.methods import METHODS, Method, Proposal, best_first, chain, is_own, no_tree
 from minicast.round import (
-    FAULTS, MAX_ROWS, PREFILL_ROWS, Request, Settled, State, prefill, propose, read_features, settle,
+    FAULTS, MAX_ROWS, Request, Settled, State, pack, prefill, propose, read_features, settle,
 )
 from minicast.sampling import SamplingParams
 from minicast.tree import Tree
 from minicast.verify import target_choices
-from minicast.width import MAX_WIDTH, UNINFORMED, FixedWidth, clamp_width
+from minicast.width import MAX_WIDTH, UNINFORMED, FixedWidth, clamp_width, is_policy
 from model.config import check_pair
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
@@ -69,8 +69,8 @@ class Options:
         rules = {
             "method": (callable(self.method) or self.method in METHODS, f"one of {', '.join(METHODS)}, or a function"),
             "width": (
-                hasattr(N, "observe") or N in ("auto", "round") or (whole(N) and N >= 0),
-                f"auto, round or a whole number from 0 to {MAX_WIDTH}",
+                is_policy(N) or N in ("auto", "round") or (whole(N) and N >= 0),
+                f"auto, round, a whole number from 0 to {MAX_WIDTH} or a policy",
             ),
             "max_new_tokens": (whole(self.max_new_tokens) and self.max_new_tokens >= 0, "a whole number of at least 0"),
             "rank_cap": (K is None or (whole(K) and K >= 1), "at least 1, or none to keep all ranks"),
@@ -195,6 +195,7 @@ class Decoder:
             layer = None
         self.state = State(target, draft, BODIES[name](layer))
         self.graphs = Graphs(CudaRecorder(target.device)) if cuda and compile else None
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for each number of keys anew, longer than a round takes
         self.output = Output()
         self.deployment = None  # costs and masses, known once a width has to be chosen: `minicast.probe.Deployment`
 
@@ -262,7 +263,7 @@ class Decoder:
                 output.stop_reason = reason
                 return
             tree = self._propose(request, token_ids, clamp_width(policy.width))  # 1 draft 2 propose 3 pack
-            tree = tree.first(policy.keep(tree))
+            tree = self._keep(tree, policy.keep(tree))
             opened = opened or self._clock()
             settled = Settled.read(self._settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
             state.commit(settled.tokens, request.tap)
@@ -270,7 +271,7 @@ class Decoder:
 
     def _policy(self, method: str | Method, width, prompt_tokens: int, new_tokens: int):
         """What chooses each round's width, see `minicast.width`. The first of a deployment measures costs."""
-        if hasattr(width, "observe"):
+        if is_policy(width):
             return width
         if isinstance(width, Integral):
             return FixedWidth(clamp_width(width))
@@ -291,9 +292,7 @@ class Decoder:
         if self.draft is None and method in (chain, best_first):
             raise UsageError("this method needs a draft head; give one, or use method 'ar'")
         return Request(
-            method=method,
-            rank_cap=options.rank_cap,
-            params=options.sampling,
+            method=method, rank_cap=options.rank_cap, params=options.sampling, own=is_own(method),
             stochastic=options.verifier == "stochastic" and options.temperature > 0,
             tap=self.draft is not None and method is not no_tree,
             deepest=MAX_WIDTH if is_own(method) else self.state.depth,
@@ -350,8 +349,8 @@ class Decoder:
         if width == 0 and request.method is best_first:  # a policy's pause: the drafter rests
             request = replace(request, method=no_tree)
         state, method = self.state, request.method
-        while state.static and request.tap and state.prefix - state.drafted > state.depth + 1:
-            read_features(state, min(state.prefix - state.drafted, PREFILL_ROWS))  # after rounds without a draft
+        if state.static and request.tap:  # after rounds without a draft
+            read_features(state, max(state.prefix - state.drafted - (state.depth + 1), 0))
         if not (self.graphs and getattr(method, "capturable", False)):
             return propose(state, request, token_ids, width)
         if method is no_tree:  # nothing to pack: a step of AR is the one replay that follows
@@ -364,6 +363,15 @@ class Decoder:
         # A replay runs nothing on the host, and recording ran it too often.
         state.drafted = min(drafted + state.depth + 1, state.prefix)
         return tree.to(state.P.device, copy=True)
+
+    def _keep(self, tree: Tree, count: int) -> Tree:
+        """Its first `count` nodes, by a policy's choice. Where rounds are padded, the pack must hold no others."""
+        if not (isinstance(count, Integral) and 0 <= count <= tree.width):
+            raise UsageError(f"a policy keeps 0 to {tree.width} nodes of a tree of {tree.width}, not {count}")
+        kept = tree.first(count)
+        if count < tree.width and self.state.buckets:
+            pack(self.state, kept)
+        return kept
 
     def _settle(self, request: Request, n: int) -> Tensor:
         """`settle`, replayed where graphs are in use."""

@@ -23,14 +23,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from minicast.command import guarded
+from minicast.figures import MEAN, chosen_width
+from minicast.replay import EVERYTHING
 from minicast.width import FIT_FROM, CostModel
 from model.errors import UserError
 from model.files import check_directory, read_text
 
 NO_SWEEP = "has no speedup over AR at a fixed width: run bench with --methods ar,cast --widths N,..."
 NO_MATPLOTLIB = "pictures need matplotlib: pip install matplotlib"
-EVERYTHING = "all"  # replay's finding over all domains
-MEAN = "mean"       # bench's row of averages
 AXES_INCHES = (5.0, 3.6)
 
 
@@ -88,8 +88,8 @@ def swept_widths(bench: dict) -> dict[str, dict[int, float]]:
     """By domain and width N, the speedups that the file has; none where AR was not run, or no N was fixed."""
     swept: dict[str, dict[int, float]] = {}
     for row in bench["rows"]:
-        method, _, width = row["arm"].partition(" N=")
-        if method == "cast" and width.isdigit() and row["speedup"] is not None:
+        width = chosen_width(row["arm"])
+        if width.isdigit() and row["speedup"] is not None:
             swept.setdefault(row["domain"], {})[int(width)] = row["speedup"]
     return swept
 

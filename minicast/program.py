@@ -56,6 +56,7 @@ def at_least(least: int):
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
         return int(text)
 
+    parse.__name__ = "whole number"  # argparse says: invalid whole number value
     return parse
 
 
@@ -68,6 +69,7 @@ def each_once(least: int):
             raise argparse.ArgumentTypeError(f"must name each number once, got {text}")
         return values
 
+    parse.__name__ = "list of whole numbers"
     return parse
 
 

@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minicast.command import DTYPES, Choice, Placement, guarded
+from minicast.command import DTYPES, Choice, Placement, guarded, note_no_effect
 from minicast.curve import MassCurve
 from minicast.prompts import PROMPTS, read_prompts
 from minicast.report import commit
@@ -556,7 +556,10 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         from minicast.probe import costs_file
 
         costs, measured = costs_file(arguments.costs)  # a wrong file is told before anything is recorded
-    if not arguments.analyse:
+    if arguments.analyse:
+        idle = {"prompts", "limit", "max_new_tokens", "model", "draft_model", "device", "dtype"}
+        note_no_effect("replay", sorted(arguments.changed & idle), "on --analyse")
+    else:
         record_prompts(arguments)
     settings, recordings = read_recordings(arguments.out)
     bar = tqdm(recordings, "replaying", unit="prompt", leave=False, disable=None)
@@ -642,7 +645,7 @@ def head_digest(name: str) -> str:
 def read_recordings(directory: Path) -> tuple[dict, list[Recording]]:
     """The settings, and every answer with a round that their head drafted, in the files' order."""
     settings = claimed(directory)
-    if settings is None:
+    if settings is None or "head" not in settings:
         raise UsageError(f"{directory} holds no recorded rounds: run without --analyse first")
     files = sorted(directory.glob(f"{settings['head'][:8]}-*.safetensors"))
     recordings = [recording for recording in map(Recording.load, files) if len(recording.answer) > 1]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphs.capture import ROWS, to_host
 from graphs.masks import CAUSAL, EVERYTHING, TILE
-from minicast.methods import Method, Proposal, is_own, no_tree
+from minicast.methods import Method, Proposal, no_tree
 from minicast.sampling import SamplingParams
 from minicast.tree import NonFinite, Tree
 from minicast.verify import target_choices, visit, walk
@@ -47,6 +47,7 @@ class Request:
         rank_cap: K
         params: how the target's choice is made
         stochastic: by the paper's verifier rather than the direct walk
+        own: somebody else wrote the method, so its trees are checked
         tap: collect features for the drafter
         deepest: most levels a tree can have, known without looking at it
     """
@@ -55,12 +56,13 @@ class Request:
     rank_cap: int | None
     params: SamplingParams
     stochastic: bool
+    own: bool
     tap: bool
     deepest: int
 
     def constants(self) -> "Request":
         """All of it that a graph of `settle` holds: not how trees are proposed, and the seed is in a buffer."""
-        return replace(self, method=no_tree, params=replace(self.params, seed=0))
+        return replace(self, method=no_tree, own=False, params=replace(self.params, seed=0))
 
 
 class State:
@@ -189,14 +191,16 @@ def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
 
 
 def read_features(state: State, count: int) -> None:
-    """Feed the drafter's cache from the feature cache: `count` positions from D on.
+    """Feed the drafter's cache from the feature cache: `count` positions from D on, in passes like those of a prompt.
 
     Static rounds read L + 1 whatever was committed; what lies beyond P is overwritten before it is seen.
     """
-    slots = state.D + state.rows[:count]
-    state.draft.extend(state.features.index_select(1, slots), state.draft_cache, slots)
-    state.D.copy_(torch.minimum(state.D + count, state.P))
-    state.drafted = min(state.drafted + count, state.prefix)
+    for first in range(0, count, PREFILL_ROWS):
+        rows = min(count - first, PREFILL_ROWS)
+        slots = state.D + state.rows[:rows]
+        state.draft.extend(state.features.index_select(1, slots), state.draft_cache, slots)
+        state.D.copy_(torch.minimum(state.D + rows, state.P))
+        state.drafted = min(state.drafted + rows, state.prefix)
 
 
 def draft(state: State) -> Tensor:
@@ -205,8 +209,7 @@ def draft(state: State) -> Tensor:
         raise UsageError("this method drafts, and the decoder has no draft head: give it one")
     rows = state.depth + 1
     behind = rows if state.static else state.prefix - state.drafted
-    if behind:
-        read_features(state, behind)
+    read_features(state, behind)
     block = torch.full((1, rows), state.draft.mask_token_id, device=state.P.device)
     block[:, :1] = state.root
     hidden = state.draft(block, state.draft_cache, state.window(state.rows[:rows], EVERYTHING), state.target)
@@ -234,7 +237,7 @@ def propose(state: State, request: Request, token_ids: Sequence[int], width: int
     proposal = Proposal(token_ids, width, request.rank_cap, lambda: draft(state), state.static, state.P.device)
     try:
         tree = request.method(proposal)
-        if is_own(request.method):
+        if request.own:
             from minicast.own_method import check_tree
 
             check_tree(tree, state.target.vocab_size)

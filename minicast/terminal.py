@@ -175,8 +175,8 @@ def tree_lines(step: Round, number: int, token_text: Callable[[int], str]) -> It
     if step.prefill:
         yield f"prefill: {emitted!r}", PLAIN
         return
-    yield f"round {number}: N = {step.width}, R = {R}, accepted {step.accepted}: {emitted!r}", PLAIN
-    tree = step.tree
+    tree = step.tree.real()
+    yield f"round {number}: N = {tree.width}, R = {R}, accepted {step.accepted}: {emitted!r}", PLAIN
     tokens, parents, depths = tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()
     masses = tree.log_mass.exp().tolist()
     kept = {row - 1 for row in step.path[1 : step.accepted + 1]}  # packed row v holds node v - 1

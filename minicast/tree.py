@@ -47,6 +47,10 @@ class Tree:
         """The tree of the first `width` nodes, in the same memory."""
         return Tree(self.tokens[:width], self.parents[:width], self.depths[:width], self.log_mass[:width])
 
+    def real(self) -> "Tree":
+        """Without the nodes of no mass that a builder of fixed shape adds where candidates run out."""
+        return self.first(int((self.log_mass > -torch.inf).sum()))
+
     def to(self, device: torch.device, copy: bool = False) -> "Tree":
         """The same tree on `device`; with `copy`, in memory of its own."""
         fields = (self.tokens, self.parents, self.depths, self.log_mass)

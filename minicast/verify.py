@@ -33,7 +33,6 @@ class Walk:
 
     accepted: Tensor  # () int64, A: how many drafted tokens were accepted
     path: Tensor      # (L + 1,) int64: packed rows of b and the accepted path, then identity (entry i is i)
-    last: Tensor      # () int64: the last packed row of the path
     next_root: Tensor  # () int64: the target's choice after the path
 
 
@@ -62,7 +61,7 @@ def walk(tokens: Tensor, parents: Tensor, visible: Tensor, choices: Tensor, max_
     last = torch.where(reached, depths, -1).argmax(dim=0, keepdim=True)                           # (1,)
     on_path = visible[last] & (depths == steps[:, None])                                          # (L + 1, n)
     path = torch.where(steps <= depths[last], on_path.int().argmax(dim=1), steps)
-    return Walk(depths[last].squeeze(0), path, last.squeeze(0), choices[last].squeeze(0))
+    return Walk(depths[last].squeeze(0), path, choices[last].squeeze(0))
 
 
 def child_rows(tokens: Sequence[int], parents: Sequence[int]) -> list[dict[int, int]]:
@@ -135,5 +134,4 @@ def visit(
 
     path, next_root = walk_rows(child_rows(tokens.tolist(), parents.tolist()), choice)
     padded = path + list(range(len(path), max_depth + 1))
-    values = (len(path) - 1, padded, path[-1], next_root)
-    return Walk(*(torch.tensor(value, device=tokens.device) for value in values))
+    return Walk(*(torch.tensor(value, device=tokens.device) for value in (len(path) - 1, padded, next_root)))

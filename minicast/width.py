@@ -283,6 +283,11 @@ class BackOff:
 # Policies: `width` is N to propose next, `keep` how many of its first nodes are verified (the pack is laid
 # out already), `observe` hears what was committed
 
+def is_policy(width) -> bool:
+    """Whether it can choose the width of rounds."""
+    return all(hasattr(width, name) for name in ("width", "keep", "observe"))
+
+
 @dataclass
 class FixedWidth:
     """Always the same width."""

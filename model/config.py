@@ -122,12 +122,10 @@ class TargetConfig(TransformerConfig):
         family: "qwen3" | "llama"
         tied: the LM head is the embedding. None: config.json does not say. transformers then takes an LM head
             of its own, and so it is here if the checkpoint holds one; if not, only the embedding is left.
-        eos_ids: tokens that end a text, as config.json lists them
     """
 
     family: str
     tied: bool | None = named("tie_word_embeddings", None)
-    eos_ids: tuple[int, ...] = named("eos_token_id", ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +168,6 @@ def target_config(values: dict, where: str | Path = "config.json") -> TargetConf
     family, named = settings.get("model_type"), ", ".join(settings.get("architectures", [NAMELESS]))
     known = family in TARGETS and named in (TARGETS[family], NAMELESS)
     settings.require(known, f"model type {family!r} ({named}) is not supported: Qwen3 dense and LLaMA 3 are")
-    if type(settings.get("eos_token_id")) is int:
-        settings["eos_token_id"] = [settings["eos_token_id"]]
     return _transformer(TargetConfig, settings, family=family, qk_norm=family == "qwen3")
 
 

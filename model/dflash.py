@@ -96,10 +96,10 @@ class DraftHead(nn.Module):
         self.vocabulary, self.vocabulary_head = vocabulary, head
 
     def log_q(self, hidden: Tensor, target: Target) -> Tensor:
-        """Normed hidden states (L, H) -> log q (L, V)."""
+        """Normed hidden states (L, H) -> log q (L, V) float32: in 16 bits, ranks would tie and masses be coarse."""
         if self.vocabulary is None:
-            return torch.log_softmax(target.logits(hidden), dim=-1)
-        known = torch.log_softmax(self.vocabulary_head(hidden), dim=-1)
+            return torch.log_softmax(target.logits(hidden), dim=-1, dtype=torch.float32)
+        known = torch.log_softmax(self.vocabulary_head(hidden), dim=-1, dtype=torch.float32)
         nothing = known.new_full((len(hidden), target.vocab_size), -torch.inf)
         return nothing.index_copy_(1, self.vocabulary, known)
 

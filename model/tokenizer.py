@@ -117,8 +117,11 @@ class Tokenizer:
         found = set()
         for name in ("config.json", "generation_config.json"):
             declared = read_object(self.directory / name).get("eos_token_id")
-            if declared is not None:
-                found.update([declared] if isinstance(declared, int) else declared)
+            ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+            if not all(type(id) is int for id in ids):
+                file = self.directory / name
+                raise UserError(f"{file}: eos_token_id must be a token id or a list of them, got {declared!r}")
+            found.update(ids)
         if "eos_token" in self.special_tokens:
             found.add(self._tokenizer.token_to_id(self.special_tokens["eos_token"]))
         return tuple(sorted(found - {None}))
@@ -217,10 +220,7 @@ class TextStream:
 
 def read_object(path: Path) -> dict:
     """The file's JSON object; an absent file declares nothing."""
-    value = read_json(path) if path.is_file() else {}
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object: download it again")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def token_text(token: str | dict) -> str:

@@ -17,6 +17,7 @@ softmax of the loss runs over the tokens that occur in the answers, a sixth of t
 import hashlib
 import json
 import random
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,9 @@ def answer(
     write_atomically(file, lines)
     answered = {example.prompt for example in whole}
     fitting = {tuple(prompt) for prompt in prompts if len(prompt) + max_new_tokens <= target.context}
+    if lost := sum(tuple(prompt) not in fitting for prompt in prompts):
+        left_out = f"{lost} of {len(prompts)} prompts are left out"
+        warnings.warn(f"{left_out}: with {max_new_tokens} new tokens they exceed the context of {target.context}")
     todo = sorted(fitting - answered, key=lambda prompt: (len(prompt), prompt))
     batches = [todo[start : start + batch] for start in range(0, len(todo), batch)]
     random.Random(0).shuffle(batches)  # so that what an interrupted run leaves holds all lengths
@@ -152,7 +156,7 @@ def _answer_batch(target: Target, prompts: list[tuple[int, ...]], stop: set[int]
             else:
                 kept.append(row)
         if not kept or live == width + limit:
-            return responses
+            break
         if len(kept) <= 0.75 * len(alive):
             index = torch.tensor(kept, device=device)
             alive, tokens, visible = [alive[row] for row in kept], tokens[index], visible[index]

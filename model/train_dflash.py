@@ -13,6 +13,10 @@ where the machine does these faster (any GPU, a CPU with matrix units), else in 
 optimizer stay in float32. On a GPU the pass is compiled. It trains no target.
 """
 
+from minicast.program import Parser, at_least, each_once, start
+
+start(__name__)  # before anything slow is imported
+
 import argparse
 import dataclasses
 import math
@@ -167,6 +171,7 @@ class Trainer:
         """Write the checkpoint."""
         state = {
             "shape": self.shape(),
+            "mask_token_id": self.draft.mask_token_id,  # files that join later may hold it, and it stays
             "draft": self.draft.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "sampler": self.sampler.state(),
@@ -183,6 +188,8 @@ class Trainer:
             state = torch.load(self.checkpoint, map_location=self.target.device, weights_only=True)
             shape = state.get("shape", self.shape())  # there are checkpoints that do not say
             if shape == self.shape():
+                mask = state.get("mask_token_id", self.draft.mask_token_id)
+                self.draft.config = dataclasses.replace(self.draft.config, mask_token_id=mask)
                 self.draft.load_state_dict(state["draft"])
                 self.optimizer.load_state_dict(state["optimizer"])
                 self.sampler.load_state(state["sampler"])
@@ -370,6 +377,10 @@ def gather_answers(
         encoded = {tuple(tokenizer.encode_chat(text)) for text in texts}
         answer(target, list(encoded), file, tokenizer.stop_ids, arguments.max_new_tokens, progress=progress)
         examples += (example for example in read_responses(file) if example.prompt in encoded)
+    for example in examples:
+        if not example.prompt or not all(0 <= token < target.vocab_size for token in example.tokens):
+            what = f"ids of the target's vocabulary of {target.vocab_size}"
+            raise UserError(f"{example.domain}: every answer must be {what}, after a prompt of at least one")
     examples = [example for example in examples if len(example.response) > 1]
     if not examples:
         raise UserError("nothing to learn from: every answer has fewer than two tokens")
@@ -444,12 +455,10 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
 
 
 def flags() -> argparse.ArgumentParser:
-    from minicast.program import Parser, at_least, each_once  # shared by all command lines
-
     parser = Parser(prog="python -m model.train_dflash", description="Train a DFlash head.")
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
     parser.add_argument("--prompts", nargs="+", type=Path, default=[], help="JSONL files; the target answers them first")
-    parser.add_argument("--templates", type=int, default=0, help="prompts from each of the built-in template sets")
+    parser.add_argument("--templates", type=at_least(0), default=0, help="prompts from each of the built-in template sets")
     parser.add_argument("--responses", nargs="+", default=[], help="JSONL files of [prompt ids, response ids]")
     parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")
     parser.add_argument("--minutes", type=float, default=60.0, help="of training; answering the prompts comes on top")

@@ -108,6 +108,8 @@ def head_config(target: Target, layers: int, block_size: int, taps: Sequence[int
     last. Its mask token is yet to be chosen."""
     config = target.config
     taps = taps or sorted({max(0, round(1 + part * (config.layers - 4) / 4)) for part in range(5)})
+    if layers > config.layers:
+        raise UsageError(f"--layers {layers}: they begin as the target's own, and it has {config.layers}")
     if max(taps) >= config.layers:
         raise UsageError(f"--taps {max(taps)}: the target's layers are 0 to {config.layers - 1}")
     return DraftConfig(

@@ -56,10 +56,6 @@ class KVCache:
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = [(layer[0], layer[1]) for layer in self.data]
 
-    @property
-    def slots(self) -> int:
-        return self.data.shape[4]
-
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots source (M,) to slots target (M,), both int64, through a temporary, for all layers at once."""
         self.data.index_copy_(4, target, self.data.index_select(4, source))

@@ -280,11 +280,21 @@ def test_journal_survives_a_cut_anywhere(tmp_path):
         assert Journal(path, settings).records == resumed.records
     with pytest.raises(UsageError, match="other settings"):
         Journal(path, settings | {"seed": 1})
-    for damaged in (whole[1:], whole[:header] + b"[1]\n", b"\xff\n"):
+    for damaged in (whole[1:], whole[:header] + b"[1]\n"):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="damaged.* delete it"):
             Journal(path, settings)
         assert path.read_bytes() == damaged
+
+
+def test_a_run_that_finished_nothing_blocks_no_other(tmp_path):
+    """Its settings may have been the mistake."""
+    path = tmp_path / "run.journal.jsonl"
+    Journal(path, {"seed": 0})
+    assert Journal(path, {"seed": 1}).records == []
+    Journal(path, {"seed": 1}).append([a_record()])
+    with pytest.raises(UsageError, match="other settings"):
+        Journal(path, {"seed": 0})
 
 
 def test_killed_run_goes_on(decoder, tmp_path, monkeypatch):

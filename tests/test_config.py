@@ -33,9 +33,9 @@ def refusal(parse, config: dict) -> str:
 
 def test_target_fields():
     config = target_config(
-        tiny_target_config(eos_token_id=[2, 7], tie_word_embeddings=True, attention_bias=True)
+        tiny_target_config(tie_word_embeddings=True, attention_bias=True)
     )
-    assert (config.family, config.qk_norm, config.tied, config.eos_ids) == ("llama", False, True, (2, 7))
+    assert (config.family, config.qk_norm, config.tied) == ("llama", False, True)
     assert (config.vocab_size, config.hidden, config.intermediate, config.layers) == (256, 32, 48, 2)
     assert (config.heads, config.kv_heads, config.head_dim, config.context) == (4, 2, 16, 64)
     assert (config.eps, config.attention_bias, config.mlp_bias) == (1e-5, True, False)
@@ -66,12 +66,7 @@ def test_absent_settings_take_the_families_common_default():
     )
     config = target_config(without(tiny_target_config(), *names))
     assert (config.kv_heads, config.attention_bias, config.mlp_bias) == (4, False, False)
-    assert (config.rope, config.tied, config.eos_ids) == (Rope(10000.0), None, ())
-
-
-@pytest.mark.parametrize("written, read", [(5, (5,)), ([5, 6], (5, 6)), (None, ())])
-def test_eos_is_an_id_or_a_list(written, read):
-    assert target_config(tiny_target_config(eos_token_id=written)).eos_ids == read
+    assert (config.rope, config.tied) == (Rope(10000.0), None)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +174,6 @@ def test_yarn_stretches_a_context_that_config_left_short():
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"head_dim": None, "num_attention_heads": 6}, "head_dim is missing"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
-        ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
 )
 def test_target_refusals_name_their_cause(changes, named):

@@ -26,7 +26,7 @@ WIDTHS = (1, 3, 7, 15, 31, 63, 127)
 
 def tiny_target(seed: int = 0, context: int = CONTEXT) -> Target:
     shape = dict(hidden=32, intermediate=64, layers=2, heads=4, kv_heads=2, head_dim=16, eps=1e-6, rope=Rope(10000.0))
-    config = TargetConfig(vocab_size=VOCABULARY, context=context, family="llama", tied=False, eos_ids=(), **shape)
+    config = TargetConfig(vocab_size=VOCABULARY, context=context, family="llama", tied=False, **shape)
     return randomised(Target(config), seed)
 
 
@@ -632,3 +632,66 @@ def test_a_policy_may_begin_with_pauses(body):
     out = Decoder(target, draft, attention=body, max_length=64).generate(prompt_of(9), width=Late(), max_new_tokens=30)
     assert out.token_ids == expected
     assert out.widths[:10] == [0] * 10 and set(out.widths[10:]) == {5}
+
+
+class Fixed:
+    """A policy of one's own: proposes `width` nodes, keeps `kept` of them."""
+
+    def __init__(self, width, kept):
+        self.width, self.kept, self.heard = width, kept, []
+
+    def keep(self, tree):
+        return self.kept
+
+    def observe(self, width, committed):
+        self.heard.append((width, committed))
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_nodes_that_a_policy_does_not_keep_are_not_verified(body):
+    """Where rounds are padded, the rows behind the kept ones are padding, not the nodes that were proposed there."""
+    target, draft = tiny_target(), tiny_draft()
+    expected = Decoder(target).generate(prompt_of(9), method="ar", max_new_tokens=30).token_ids
+    policy = Fixed(15, 1)
+    decoder = Decoder(target, draft, attention=body, max_length=64)
+    for step in decoder.stream(prompt_of(9), width=policy, max_new_tokens=30):
+        assert len(step.path) <= 2 and step.width in (0, 1)
+    assert decoder.output.token_ids == expected
+    assert {width for width, _ in policy.heard} == {1} and max(R for _, R in policy.heard) <= 2
+
+
+@pytest.mark.parametrize("kept", [-1, 16, None, 1.0])
+def test_a_policy_that_keeps_no_possible_number_is_refused(models, kept):
+    with pytest.raises(UsageError, match="a policy keeps 0 to 15 nodes"):
+        Decoder(*models).generate(prompt_of(9), width=Fixed(15, kept), max_new_tokens=30)
+
+
+def test_what_is_no_policy_is_refused(models):
+    class WithoutKeep:
+        width = 4
+
+        def observe(self, width, committed):
+            pass
+
+    with pytest.raises(UsageError, match="width must be auto, round, a whole number from 0 to 127 or a policy"):
+        Decoder(*models).generate(prompt_of(9), width=WithoutKeep(), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_the_drafter_reads_all_that_a_long_pause_left(body):
+    """More than one pass of a prompt takes: each position's keys and values are those of a drafter that never rested."""
+    target, draft = tiny_target(context=1200), tiny_draft(context=1200)
+    resting = Fixed(0, 0)
+    decoder = Decoder(target, draft, attention=body, max_length=64)
+    rounds = decoder.stream(prompt_of(9), width=resting, max_new_tokens=700)
+    for _ in range(650):
+        next(rounds)
+    resting.width = 3
+    next(rounds)
+    state = decoder.state
+    assert state.drafted > 650
+    steady = Decoder(target, draft)
+    steady.generate(prompt_of(9) + decoder.output.token_ids, width=3, max_new_tokens=2)
+    count = min(state.drafted, steady.state.drafted)
+    ours, theirs = (each.draft_cache.data[..., :count, :] for each in (state, steady.state))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

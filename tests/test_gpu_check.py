@@ -1,6 +1,7 @@
 """The one command for a GPU visit, rehearsed on a CPU: a slip in it would cost the visit."""
 
 import json
+import subprocess
 from argparse import Namespace
 
 import pytest
@@ -66,6 +67,29 @@ def test_a_stage_that_hangs_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setitem(STAGES, "g", Stage(STAGES["g"].run, 0.05))
     launch("g", "tiny", Findings(tmp_path))
     assert json.loads((tmp_path / "gpu-check.json").read_text())["g"] == {"stopped": "after 0.05 s"}
+
+
+def test_a_stage_that_dies_without_a_word_has_failed(tmp_path, monkeypatch):
+    """A segmentation fault, or a process that was killed for memory."""
+    died = subprocess.CompletedProcess([], -11)
+    monkeypatch.setattr(gpu_check.subprocess, "run", lambda *_, **__: died)
+    assert main(Namespace(out=tmp_path, shape="tiny")) == 1
+    found = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert found == {stage: {"failed": "exit status -11"} for stage in STAGES}
+
+
+def test_layers_that_did_not_compile_fail_their_stage(tmp_path, monkeypatch):
+    """They run all the same, uncompiled: right tokens, and times of something else."""
+    def stage(check):
+        """A stage."""
+        check.layers.append(Namespace(failed=True))
+        check.report("ms", 1.0)
+
+    monkeypatch.setitem(STAGES, "a", Stage(stage, 9))
+    with pytest.raises(RuntimeError):
+        run_stage("a", "tiny", Findings(tmp_path))
+    found = json.loads((tmp_path / "gpu-check.json").read_text())["a"]
+    assert found["ms"] == 1.0 and "did not compile" in found["failed"]
 
 
 def test_the_flag_of_bench_leads_here(monkeypatch):

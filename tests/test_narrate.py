@@ -78,6 +78,14 @@ def test_nothing_is_watched_unless_asked(models, monkeypatch):
     assert watcher.seen is None
 
 
+@pytest.mark.parametrize("body", BODIES)
+def test_a_tree_that_is_smaller_than_asked_for_is_told_as_it_is(tell, body):
+    """With one token a depth there are 7 nodes, whatever the width; builders of fixed shape fill up with nodes of no mass,
+    which nobody is to see, and our own methods are not taken for somebody else's."""
+    status, out, err = tell("1", "--attention", body, "--rank-cap", "1", "--width", "15")
+    assert status == 0 and "N = 7 nodes" in out
+
+
 def test_a_pause_of_drafting_stays_one(models):
     """A policy that rests the drafter must not have it run because someone looks."""
     class Resting:

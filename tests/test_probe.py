@@ -354,7 +354,7 @@ def test_which_methods_get_which_policy(target, draft, table):
     decoder = Decoder(target, draft, max_length=64)
     assert decoder._policy("cast", "auto", 300, 9).width == 0
     assert decoder._policy(own, "auto", 300, 9).width > 0
-    with pytest.raises(UsageError, match="width must be auto, round or .* got 'wide'"):
+    with pytest.raises(UsageError, match="width must be auto, round, .* got 'wide'"):
         decoder.generate(prompt_of(5), width="wide")
     with pytest.raises(UsageError, match="draft head"):
         Decoder(target).generate(prompt_of(5))

@@ -317,10 +317,13 @@ def test_a_new_head_drafts_again_over_the_same_answers(command, tmp_path, monkey
     assert json.loads((out / "analysis.json").read_text())["findings"][-1]["prompts"] == len(new) == 3
 
 
-def test_failures_are_one_line(command, capsys):
+def test_failures_are_one_line(command, tmp_path, capsys):
     """Other settings in the same directory, nothing recorded, a place that cannot be written."""
-    assert replay.main(["--analyse", "--out", "nowhere"]) == 2
-    assert "run without --analyse" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "settings.json").write_text('{"target": "a"}')  # of model.train_dflash
+    for directory in ("nowhere", str(tmp_path / "other")):
+        assert replay.main(["--analyse", "--out", directory]) == 2
+        assert "run without --analyse" in capsys.readouterr().err
     _, out = command()
     capsys.readouterr()
     assert command("--max-new-tokens", "13")[0] == 2

@@ -128,6 +128,9 @@ def test_stop_ids_are_the_union_of_all_sources(tmp_path):
     several = {"eos_token_id": [EOS, 7]}
     assert stop_ids(config={"eos_token_id": TURN}, generation_config=several) == (EOS, TURN, 7)
     assert stop_ids(config={"eos_token_id": None}) == (EOS,)
+    for wrong in ("</s>", [EOS, "7"], {"id": 2}):
+        with pytest.raises(UserError, match="config.json: eos_token_id must be a token id or a list of them"):
+            stop_ids(config={"eos_token_id": wrong})
     assert stop_ids(tokenizer_config={}) == ()
     assert stop_ids(tokenizer_config={}, generation_config={"eos_token_id": TURN}) == (TURN,)
     assert stop_ids(tokenizer_config={}, special_tokens_map={"eos_token": "<eos>"}) == (EOS,)

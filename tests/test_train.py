@@ -207,6 +207,32 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, target):
         assert torch.equal(value, resumed.draft.state_dict()[name]), name
 
 
+def test_a_resumed_run_keeps_the_mask_token(tmp_path, target):
+    """Chosen anew, since files joined that hold it, it would be another token than the weights were trained with."""
+    trainer = small_trainer(tmp_path, target)
+    trainer.draft.config = replace(trainer.draft.config, mask_token_id=77)
+    trainer.save()
+    resumed = small_trainer(tmp_path, target)
+    assert resumed.draft.mask_token_id != 77
+    resumed.resume()
+    assert resumed.draft.mask_token_id == 77
+
+
+@pytest.mark.parametrize("line", ["[[1, 2], [5, 99999, 7]]", "[[], [5, 6, 7]]", "[[-1], [5, 6, 7]]"])
+def test_answers_that_are_not_the_targets_are_refused(tmp_path, line):
+    (tmp_path / "few.jsonl").write_text("[[1], [3, 4, 5]]\n" + line + "\n")
+    command = f"--target {write_tiny_target(tmp_path / 'target')} --out {tmp_path / 'head'} --layers 1"
+    with pytest.raises(UserError, match="few: every answer must be ids of the target's vocabulary of 256"):
+        prepare(flags().parse_args([*command.split(), "--responses", str(tmp_path / "few.jsonl")]))
+
+
+def test_prompts_that_do_not_fit_are_counted(tmp_path, target):
+    long = [1] * (target.context - 9)
+    with pytest.warns(UserWarning, match=f"1 of 2 prompts are left out: .* exceed the context of {target.context}"):
+        answer(target, [[1, 2], long], tmp_path / "answers.jsonl", (), max_new_tokens=10)
+    assert [example.prompt for example in read_responses(tmp_path / "answers.jsonl")] == [(1, 2)]
+
+
 def test_every_anchor_comes_once_before_any_comes_twice(tmp_path, target):
     """The anchors drawn from one sequence: each place of a deck once. Guards a deck that forgets its rest."""
     trainer = small_trainer(tmp_path, target)
@@ -303,7 +329,7 @@ def test_a_head_reads_the_layers_that_were_asked_for(tmp_path, capsys):
     responses = tmp_path / "answers.jsonl"
     responses.write_text("".join(json.dumps([[1, number], [3, 4, 5, 6]]) + "\n" for number in range(3)))
     command = f"--target {write_tiny_target(tmp_path / 'target')} --responses {responses} --held-out 1"
-    trainer = prepare(flags().parse_args([*command.split(), "--out", str(tmp_path / "a"), "--taps", "1,0"]))
+    trainer = prepare(flags().parse_args([*command.split(), "--out", str(tmp_path / "a"), "--taps", "1,0", "--layers", "1"]))
     assert trainer.draft.taps == (1, 0) and not capsys.readouterr().err
     save_head(trainer.draft, tmp_path / "head", [])
     again = [*command.split(), "--out", str(tmp_path / "b"), "--init", str(tmp_path / "head"), "--taps", "1"]
@@ -332,7 +358,7 @@ def test_numbers_that_make_no_head_are_refused(flags_given):
     [
         "", "--responses {}/none.jsonl", "--prompts {}/none.jsonl", "--responses {}/few.jsonl",
         "--target {}/empty --templates 2", "--init {}/nowhere --templates 2",
-        "--responses {}/few.jsonl --taps 1,9",
+        "--responses {}/few.jsonl --taps 1,9", "--responses {}/few.jsonl --layers 3",
     ],
 )
 def test_a_start_that_fails_leaves_nothing_behind(tmp_path, flags_given):

@@ -89,7 +89,7 @@ def test_cached_pieces_equal_one_pass(body, pieces):
     cache, attention, prefix, rows = KVCache(target.config, 24, target.dtype, "cpu"), BODIES[body](), 0, []
     for piece in pieces:
         visible = torch.ones(piece, piece, dtype=torch.bool).tril()
-        window = attention.window(torch.tensor([prefix]), prefix, torch.arange(piece), visible, cache.slots)
+        window = attention.window(torch.tensor([prefix]), prefix, torch.arange(piece), visible, cache.data.shape[4])
         with torch.no_grad():
             hidden, _ = target(tokens[None, prefix : prefix + piece], cache, window)
         rows.append(target.logits(hidden[0]))
