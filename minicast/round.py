@@ -80,12 +80,15 @@ class State:
             only itself; written by `pack`, read by `settle`
         cached_ids: token ids of the committed positions, for reuse by a prompt that starts with them
         static: nothing below reads a host value that changes from round to round
+        visits: the target chooses at the rows visited alone. On a CPU a choice is a pass over the vocabulary, and what it
+            is costs nothing to read; elsewhere all rows choose at once and nobody waits
     """
 
     def __init__(self, target: Target, draft: DraftHead | None, body):
         self.target, self.draft, self.body, self.static = target, draft, body, body.static
         self.depth = draft.block_size - 1 if draft else 0
         device = target.device
+        self.visits = device.type == "cpu" and not body.static
         self.P = torch.zeros(1, dtype=torch.int64, device=device)
         self.D = torch.zeros(1, dtype=torch.int64, device=device)
         self.root = torch.zeros(1, dtype=torch.int64, device=device)
@@ -181,11 +184,10 @@ def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
         tokens = torch.tensor([chunk], device=target.device)
         taps = state.draft.taps if tap else ()
         hidden, features = target(tokens, state.target_cache, state.window(rows, CAUSAL), taps)
-        if tap:
-            state.features[:, state.prefix : state.prefix + len(chunk)] = features
         state.commit(chunk, tap)
         state.P.fill_(state.prefix)
         if tap:
+            state.features[:, state.prefix - len(chunk) : state.prefix] = features
             read_features(state, state.prefix - state.drafted)
     return target.logits(hidden[0, -1:])
 
@@ -268,11 +270,11 @@ def settle(state: State, request: Request, n: int) -> Tensor:
         from minicast.theorem3 import siblings
 
         children = siblings(tokens, parents, state.log_mass[:n], min(n - 1, request.rank_cap or n - 1))
-    if request.params.greedy or state.static:
+    if not state.visits:
         positions = state.P + 1 + state.rows[: deepest + 1]
         choices = target_choices(logits, request.params, positions, children, state.seed, depths)
         walked = walk(tokens, parents, visible, choices, deepest)
-    else:  # a choice is a pass over the vocabulary: make it only at the rows visited
+    else:
         walked = visit(tokens, parents, logits, request.params, state.P, children, deepest)
     # 6 commit: the path's rows move down to slots P, P + 1, …; entries past A copy themselves and stay scratch
     slots = state.P + state.rows[: deepest + 1]

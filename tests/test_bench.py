@@ -627,8 +627,8 @@ def test_program_audits(flags, tmp_path, monkeypatch, capsys):
     assert "0.25 is allowed in bfloat16" in capsys.readouterr().out
     assert bench.main([*flags, "--audit", "--temperature", "0.5"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    walk = round.walk
-    monkeypatch.setattr(round, "walk", lambda *given: walk(*given[:3], (given[3] + 1) % 256, given[4]))
+    visit = round.visit
+    monkeypatch.setattr(round, "visit", lambda *given: visit(*given[:2], given[2].roll(1, 1), *given[3:]))
     assert bench.main([*flags, "--audit", "--out", str(out)]) == 1
     captured = capsys.readouterr()
     assert "| the target's best |" in captured.out and "is better by" in captured.err

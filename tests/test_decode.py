@@ -448,6 +448,7 @@ def test_a_round_copies_to_the_host_once_and_the_tree_once(models, monkeypatch):
     the tree, and its building, read tensors that live on the host. No `.item()`, `.cpu()`, `.numpy()` at all."""
     target, draft = models
     decoder = Decoder(target, draft)
+    decoder.state.visits = False  # as on a GPU
     calls = []
     for name in ("tolist", "item", "cpu", "numpy", "__int__", "__bool__", "__float__"):
         original = getattr(torch.Tensor, name)
@@ -462,6 +463,17 @@ def test_a_round_copies_to_the_host_once_and_the_tree_once(models, monkeypatch):
     calls.clear()
     next(rounds)
     assert sorted(calls) == ["tolist", "tolist"], calls
+
+
+@pytest.mark.parametrize("shaping", [dict(), dict(temperature=0.9), dict(temperature=0.9, verifier="stochastic")], ids=str)
+def test_choices_at_all_rows_and_at_those_visited_give_one_text(models, shaping):
+    """The live slice on a GPU chooses at all rows at once; on a CPU it asks at those that it visits."""
+    outputs = []
+    for visits in (True, False):
+        decoder = Decoder(*models)
+        decoder.state.visits = visits
+        outputs.append(decoder.generate(prompt_of(9), width=15, max_new_tokens=40, seed=3, **shaping))
+    assert outputs[0].token_ids == outputs[1].token_ids and outputs[0].round_lengths == outputs[1].round_lengths
 
 
 SHAPINGS = [dict(temperature=0.7), dict(temperature=1.0, top_k=20), dict(temperature=1.0, top_p=0.9)]

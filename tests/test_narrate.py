@@ -198,8 +198,8 @@ def test_the_last_round_says_why_it_is_the_last(tell, models):
 
 def test_a_fault_in_the_round_is_an_error(tell, monkeypatch):
     """No number stands for a token that there is none of."""
-    from minicast import round
+    from minicast import verify
 
-    monkeypatch.setattr(round, "target_choices", lambda logits, *_, **__: torch.full((len(logits),), -1))
+    monkeypatch.setattr(verify, "target_choices", lambda logits, *_, **__: torch.full((len(logits),), -1))
     status, out, err = tell()
     assert (status, out) == (1, "") and "non-finite" in err and err.count("\n") == 1

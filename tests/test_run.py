@@ -536,12 +536,12 @@ def test_compare_fails_on_a_real_departure(cli, monkeypatch):
     """A tree that gives other tokens at a wide gap is a bug, and the exit status says so."""
     from minicast import round
 
-    true_walk = round.walk
+    true_visit = round.visit
 
-    def wrong(tokens, parents, visible, choices, depth):
-        return true_walk(tokens, parents, visible, (choices + (len(tokens) > 1)) % 256, depth)
+    def wrong(tokens, parents, logits, *others):
+        return true_visit(tokens, parents, logits.roll(int(len(tokens) > 1), dims=1), *others)
 
-    monkeypatch.setattr(round, "walk", wrong)
+    monkeypatch.setattr(round, "visit", wrong)
     status, out, _ = cli("--raw", "--max-new-tokens", "9", "--compare")
     assert status == 1 and "the top-two gap there is" in out
 
