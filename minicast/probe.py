@@ -28,8 +28,8 @@ from minicast.machine import processor
 from minicast.round import MAX_ROWS, Request
 from minicast.tree import Tree
 from minicast.width import (
-    FIT_FROM, MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, RoundWidth, best_drafted,
-    decide, round_times,
+    BUDGET, FIT_FROM, MAX_WIDTH, RECORDED_BUDGET, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth,
+    RoundWidth, best_drafted, decide, round_times,
 )
 from model.default_model import cache_directory
 from model.errors import UsageError, UserError
@@ -398,7 +398,8 @@ def policy_of(
     """
     if width == "auto" and decision and decision.width == 0:
         return FixedWidth(0)
-    back_off.begin()
+    paid = decision is not None and decision.recorded is not None and decision.width > 0
+    back_off.begin(RECORDED_BUDGET if paid else BUDGET)
     times = costs.times(buckets)
     if width == "auto" and decision:
         return AutoWidth(decision.width, times, back_off)

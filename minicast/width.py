@@ -229,7 +229,8 @@ def decide(
 # When the prediction was too hopeful
 
 BUDGET = 2.0       # AR tokens of time that an answer may lose before drafting pauses: 1.6 % of 128
-BANK = 6.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
+RECORDED_BUDGET = 3.0  # likewise, with a pair whose recorded rounds would have paid: less is a reason to doubt it
+BANK = 8.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
 DAMPING = 1e-9     # sums of rounded numbers may miss their mark by so much
 
@@ -245,7 +246,7 @@ class BackOff:
     kept below a cap and raises an alarm at a limit is Page's test for a change of mean, the quickest for
     its rate of false alarms.)
 
-    So an answer loses at most BUDGET, or one round if that is more, and one try a pause. What good rounds
+    So an answer loses at most its budget, or one round if that is more, and one try a pause. What good rounds
     saved stays for the next answer, where it makes a false alarm less likely.
     """
 
@@ -259,9 +260,9 @@ class BackOff:
         """Whether the next round should draft."""
         return self.ar_tokens_left == 0
 
-    def begin(self) -> None:
-        """Another answer: its text may be easier."""
-        self.purse = max(self.purse, BUDGET)
+    def begin(self, budget: float = BUDGET) -> None:
+        """Another answer: its text may be easier. budget: what it may lose before drafting pauses, in AR tokens"""
+        self.purse = max(self.purse, budget)
         self.ar_tokens_left = self._pauses = 0
 
     def drafted(self, committed: int, ar_tokens: float) -> None:

@@ -15,10 +15,13 @@ def write_atomically(path: Path, content: str | Callable[[Path], object]) -> Non
     """Write text, or what `content` writes to the path that it is given, beside `path`; then put it there."""
     partial_file = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        partial_file.touch()
+        mode = partial_file.stat().st_mode
         if isinstance(content, str):
             partial_file.write_text(content, encoding="utf-8")
         else:
             content(partial_file)
+        partial_file.chmod(mode)  # safetensors leaves a file that only its owner can read
         os.replace(partial_file, path)
     except BaseException:  # a full disk, Ctrl-C: a part of the file is of no use, and takes room
         partial_file.unlink(missing_ok=True)

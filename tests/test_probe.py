@@ -15,7 +15,9 @@ from minicast.decode import Decoder
 from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, Timings, interleaved
 from minicast.round import BUCKETS
 from minicast.tree import best_first_tree, chain_tree
-from minicast.width import MAX_WIDTH, AutoWidth, CostModel, FixedWidth, RoundWidth, stopping_width
+from minicast.width import (
+    BUDGET, MAX_WIDTH, RECORDED_BUDGET, AutoWidth, CostModel, FixedWidth, RoundWidth, stopping_width,
+)
 from model.errors import UsageError, UserError
 from test_decode import DEPTH, autoregressive, prompt_of, tiny_draft, tiny_target
 
@@ -370,3 +372,14 @@ def test_probe_time_is_no_answer_time(target, draft, monkeypatch):
     monkeypatch.setattr(Decoder, "_clock", lambda self: order.append("clock") or perf_counter(self))
     decoder.generate(prompt_of(5), max_new_tokens=3)
     assert order[0] == "probe" and "probe" not in order[1:]
+
+
+@pytest.mark.parametrize("accepted, budget", [
+    ([0.9] * MAX_WIDTH, RECORDED_BUDGET), ([], BUDGET), ([0.0] * MAX_WIDTH, BUDGET),
+], ids=["pays", "unknown", "does not"])
+def test_a_pair_that_was_recorded_to_pay_is_doubted_later(target, draft, table, accepted, budget):
+    """Scores promise, records tell: with promises alone, or a record that speaks against drafting, an answer may lose
+    less before drafting pauses."""
+    ship(draft, [0.9] * MAX_WIDTH, accepted=accepted)
+    policy = Decoder(target, draft)._policy("cast", "round", 5, 9)
+    assert policy.back_off.purse == budget

@@ -8,6 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import run
 from minicast import bench, command, gpu_check, plot, replay
@@ -203,6 +205,13 @@ def test_a_file_that_cannot_be_written_whole_leaves_no_part(tmp_path, failure):
     with pytest.raises(type(failure)):
         write_atomically(tmp_path / "file", write)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_file_is_as_readable_as_others_whoever_wrote_it(tmp_path):
+    """A head in a shared directory is there to be read."""
+    (tmp_path / "text").write_text("")
+    write_atomically(tmp_path / "file", lambda path: save_file({"a": torch.zeros(2)}, path))
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "text").stat().st_mode
 
 
 def test_only_a_lack_of_memory_is_called_so(capsys):
