@@ -228,7 +228,7 @@ def decide(
 
 # When the prediction was too hopeful
 
-BUDGET = 2.0       # AR tokens of time that an answer may lose before drafting pauses: 1.6 % of 128
+BUDGET = 1.0       # AR tokens of time that an answer may lose before drafting pauses: 0.8 % of 128
 RECORDED_BUDGET = 3.0  # likewise, with a pair whose recorded rounds would have paid: less is a reason to doubt it
 BANK = 8.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose

@@ -299,7 +299,7 @@ def geometric(rng: random.Random, acceptance: float, depth: int = 7):
 def test_back_off_and_return():
     """It pauses when the purse cannot pay, tries once after k tokens of AR; k doubles with each failure."""
     k = ceil(1 / TRY_SHARE)
-    poor = play(BackOff(), 2 + k + 1 + 2 * k + 1 + 4 * k, committed=1)
+    poor = play(BackOff(purse=2.0), 2 + k + 1 + 2 * k + 1 + 4 * k, committed=1)
     assert poor == ["draft"] * 2 + ["ar"] * k + ["draft"] + ["ar"] * 2 * k + ["draft"] + ["ar"] * 4 * k
 
 
