@@ -288,7 +288,7 @@ def answer_time(policy, tokens: int, ar_tokens: float, committed) -> float:
 
 def adaptive(ar_tokens: float) -> AutoWidth:
     """A policy whose one width takes the time of `ar_tokens` tokens of AR."""
-    return AutoWidth(1, [1.0, ar_tokens], BackOff())
+    return AutoWidth(1, [1.0, ar_tokens], BackOff(purse=2.0))
 
 
 def geometric(rng: random.Random, acceptance: float, depth: int = 7):
@@ -306,7 +306,7 @@ def test_back_off_and_return():
 def test_back_off_needs_a_loss():
     """At break-even it goes on drafting, and after good rounds a few poor ones are forgiven."""
     assert "ar" not in play(BackOff(), 500, committed=2)
-    back_off = BackOff()
+    back_off = BackOff(purse=2.0)
     for committed in [4, 1] * 100:
         back_off.drafted(committed, 2.4)
         assert back_off.drafting
