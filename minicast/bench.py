@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from graphs.masks import BODIES
 from minicast.audit import Audit, first_departure, is_failure
 from minicast.command import DTYPES, Placement, guarded, note_idle_flags, note_no_effect
 from minicast.decode import Decoder, Options, Output
@@ -275,7 +276,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         f"{', '.join(SHAPES)}; or {HEAD}: the model as it is, its head of random weights")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
-    parser.add_argument("--attention", choices=("sdpa", "static", "flex"), help="default: what the device runs best")
+    parser.add_argument("--attention", choices=BODIES, help="default: what the device runs best")
     compiling = parser.add_mutually_exclusive_group()
     compiling.add_argument("--compile", action="store_true", default=None,
                            help="on a CPU: compile the layers; a minute at the first start, seconds later")

@@ -195,7 +195,8 @@ class Decoder:
             layer = None
         self.state = State(target, draft, BODIES[name](layer))
         self.graphs = Graphs(CudaRecorder(target.device)) if cuda and compile else None
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for each number of keys anew, longer than a round takes
+        if cuda:  # cuDNN's attention plans for each number of keys anew, longer than a round takes
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.output = Output()
         self.deployment = None  # costs and masses, known once a width has to be chosen: `minicast.probe.Deployment`
 

@@ -137,10 +137,11 @@ def round_lines(seen: Seen, step: Round, method: str, verifier: str, token_text:
         "1 draft", "one pass of the drafter over b and L masks gives q_1 to q_L (paper, §2 One-pass block drafters)",
         draft_lines(seen, name),
     )
-    yield from titled("2 propose", PROPOSES[method], propose_lines(seen, step.tree.real(), name))
+    tree = step.tree.real()
+    yield from titled("2 propose", PROPOSES[method], propose_lines(seen, tree, name))
     yield from titled(
         "3 pack", "a row sees the cached prefix, its ancestors and itself, # (paper, Appendix C Packed verification)",
-        mask_lines(seen, [seen.root, *step.tree.real().tokens.tolist()], name),
+        mask_lines(seen, [seen.root, *tree.tokens.tolist()], name),
     )
     yield from titled(
         "4 verify", "one pass of the target over all rows, as exact as one pass for each (paper, Lemma 1)",

@@ -210,8 +210,7 @@ def draft(state: State) -> Tensor:
     if state.draft is None:
         raise UsageError("this method drafts, and the decoder has no draft head: give it one")
     rows = state.depth + 1
-    behind = rows if state.static else state.prefix - state.drafted
-    read_features(state, behind)
+    read_features(state, rows if state.static else state.prefix - state.drafted)
     block = torch.full((1, rows), state.draft.mask_token_id, device=state.P.device)
     block[:, :1] = state.root
     hidden = state.draft(block, state.draft_cache, state.window(state.rows[:rows], EVERYTHING), state.target)

@@ -281,8 +281,8 @@ class BackOff:
         self.ar_tokens_left = max(self.ar_tokens_left - tokens, 0)
 
 
-# Policies: `width` is N to propose next, `keep` how many of its first nodes are verified (the pack is laid
-# out already), `observe` hears what was committed
+# Policies: `width` is N to propose next, `keep` how many of its first nodes are verified, `observe`
+# hears what was committed
 
 def is_policy(width) -> bool:
     """Whether it can choose the width of rounds."""

@@ -109,7 +109,7 @@ def answer(
     write_atomically(file, lines)
     answered = {example.prompt for example in whole}
     fitting = {tuple(prompt) for prompt in prompts if len(prompt) + max_new_tokens <= target.context}
-    if lost := sum(tuple(prompt) not in fitting for prompt in prompts):
+    if lost := sum(len(prompt) + max_new_tokens > target.context for prompt in prompts):
         left_out = f"{lost} of {len(prompts)} prompts are left out"
         warnings.warn(f"{left_out}: with {max_new_tokens} new tokens they exceed the context of {target.context}")
     todo = sorted(fitting - answered, key=lambda prompt: (len(prompt), prompt))

@@ -30,6 +30,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minicast.command import guarded, note_no_effect
+from minicast.prompts import read_prompts
+from minicast.tree import best_first_tree, chain_tree
+from minicast.verify import child_rows, walk_rows
 from model.config import read_config, target_config
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
@@ -245,9 +249,6 @@ def replay(draft: DraftHead, target: Target, example: Example, reading: Reading,
     Greedy decoding writes this answer whatever is drafted, so acceptance follows from the drafts alone and the target
     need not run. -> {"chain": round lengths, "tree": round lengths}
     """
-    from minicast.tree import best_first_tree, chain_tree
-    from minicast.verify import child_rows, walk_rows
-
     response, depth = example.response, draft.block_size - 1
     states = all_states(draft, target, example, reading)
     drafts: dict[int, Tensor] = {}  # log q (L, V) by place: chain and tree meet at most of them
@@ -347,8 +348,6 @@ def work_directory(out: Path) -> Path:
 
 def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], list[Example]]:
     """The given prompts by domain, and the given responses."""
-    from minicast.prompts import read_prompts
-
     prompts: dict[str, list[str]] = {}
     for file in arguments.prompts:  # files of one name, in different directories, are one domain
         prompts.setdefault(file.stem, []).extend(prompt.text for prompt in read_prompts([file], None))
@@ -377,7 +376,7 @@ def gather_answers(
         encoded = {tuple(tokenizer.encode_chat(text)) for text in texts}
         answer(target, list(encoded), file, tokenizer.stop_ids, arguments.max_new_tokens, progress=progress)
         examples += (example for example in read_responses(file) if example.prompt in encoded)
-    for example in examples:
+    for example in responses:  # those of `answer` are the target's own
         if not example.prompt or not all(0 <= token < target.vocab_size for token in example.tokens):
             what = f"ids of the target's vocabulary of {target.vocab_size}"
             raise UserError(f"{example.domain}: every answer must be {what}, after a prompt of at least one")
@@ -419,8 +418,6 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
     check_directory(arguments.out, "--out")
     check_name(arguments.target, "target")
     if arguments.init is not None:
-        from minicast.command import note_no_effect
-
         check_name(arguments.init, "draft")
         note_no_effect("train_dflash", sorted(arguments.changed & {"layers", "block", "taps"}), "with --init")
     given = read_inputs(arguments)
@@ -475,8 +472,6 @@ def flags() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, prepare, train."""
-    from minicast.command import guarded
-
     arguments = flags().parse_args(argv)
     return guarded("train_dflash", lambda: train(arguments))
 

@@ -432,7 +432,7 @@ FUNCTIONS = {
 
 
 def template_prompts(domain: str, count: int) -> list[str]:
-    """`count` different prompts of a domain in TEMPLATES, the same ones at every call."""
+    """`count` different prompts of a domain in TEMPLATES, or as many as it has; the same ones at every call."""
     draw = random.Random(domain)
     prompts: dict[str, None] = {}  # in order
     for number in range(20 * count):
