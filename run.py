@@ -14,19 +14,9 @@ from minicast.program import INTERRUPTED, Parser, at_least, complain, start
 METHODS = ("ar", "dflash", "cast")
 
 
-def number_or(**words):
-    """An argparse type: a whole number, or the value of one of the words."""
-
-    def parse(text: str):
-        return words[text] if text in words else int(text)
-
-    parse.__name__ = " or ".join((*words, "number"))  # argparse says "invalid auto or round or number value"
-    return parse
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="run.py", description="Decode a prompt with a speculative tree (CAST).")
-    task = parser.add_mutually_exclusive_group(required=True)
+    task = parser.add_mutually_exclusive_group()
     task.add_argument("-p", "--prompt", help='"-" reads stdin, less its last newline')
     task.add_argument("--chat", action="store_true", help="several turns in one conversation; /help there says more")
     group = parser.add_argument_group("model")
@@ -41,18 +31,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--enable-thinking", action="store_true", help="where the chat template has this mode")
     group.add_argument("--raw", action="store_true", help="continue the prompt, no chat template")
     group = parser.add_argument_group("decoding")
-    group.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    group.add_argument("--max-new-tokens", type=at_least(0), default=256, metavar="N", help="default: %(default)s")
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--top-k", type=at_least(1), metavar="K")
     group.add_argument("--top-p", type=float, metavar="P")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--method", choices=METHODS, default="cast", help="default: %(default)s")
-    group.add_argument("--width", type=number_or(auto="auto", round="round"), default="auto", metavar="N",
-                       help="nodes of cast's tree; auto, the default: as many as pay on this machine; round: likewise, "
-                       "for each round anew")
+    group.add_argument("--width", type=at_least(0, auto="auto", round="round"), default="auto", metavar="N",
+                       help="nodes of cast's tree, at most 127; auto, the default: as many as pay on this machine; "
+                       "round: likewise, for each round anew")
     group.add_argument("--reprobe", action="store_true", help="measure this machine again for auto and round")
     group.add_argument("--probe-full", action="store_true", help="the paper's long probe, and the N* it gives, on stderr")
-    group.add_argument("--rank-cap", type=number_or(none=None), default=8, metavar="K",
+    group.add_argument("--rank-cap", type=at_least(1, none=None), default=8, metavar="K",
                        help="tokens kept at each depth of the tree, or none; default: %(default)s")
     group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
     group.add_argument("--attention", choices=("sdpa", "static", "flex"),
@@ -71,6 +61,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--json", action="store_true", help="one JSON object instead of text")
     arguments = parser.parse_args(argv)
 
+    if arguments.prompt is None and not arguments.chat:
+        parser.error('say what to decode: --prompt "...", or --chat')
     if arguments.raw and (arguments.system is not None or arguments.enable_thinking):
         parser.error("--raw uses no chat template, so --system and --enable-thinking have no place in it")
     if arguments.show_tree and (arguments.json or arguments.compare):
@@ -104,9 +96,11 @@ def encode_prompt(arguments: argparse.Namespace, tokenizer) -> list[int]:
     from minicast.command import read_stdin
 
     text = read_stdin() if arguments.prompt == "-" else arguments.prompt
-    if arguments.raw:
-        return tokenizer.encode(text)
-    return tokenizer.encode_chat(text, system=arguments.system, enable_thinking=arguments.enable_thinking)
+    chat = {"system": arguments.system, "enable_thinking": arguments.enable_thinking}
+    ids = tokenizer.encode(text) if arguments.raw else tokenizer.encode_chat(text, **chat)
+    if ids and not text.strip():
+        print("run.py: the prompt is blank", file=sys.stderr)
+    return ids
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -160,12 +154,10 @@ def run(arguments: argparse.Namespace) -> int:
         where = {"weights": choice.source(), "placement": str(placement), "peak_memory_bytes": memory}
         screen.write(json.dumps(answer.figures() | where) + "\n")
     else:
-        if arguments.show_tree:
-            for piece, style in answer.pieces:
-                screen.write(piece, style)
-            screen.end_line()
         last = [f"memory   {memory / 1e6:.0f} MB at peak", f"weights  {choice.source()}; {placement}"]
         print(*answer.lines(), *last, sep="\n", file=sys.stderr)
+    if answer.error:
+        raise answer.error
     return INTERRUPTED if answer.stop_reason == "interrupted" else 0
 
 

@@ -93,13 +93,21 @@ def contest(
     domain, prompt and repeat are only noted.
     """
     outputs = {arm: measure(decoder, arm, prompt_ids, options) for arm in order or arms}
-    reference = outputs[arms[0]].token_ids
+    return compared(decoder, {arm: outputs[arm] for arm in arms}, prompt_ids, options, domain, prompt, repeat)
+
+
+def compared(
+    decoder: Decoder, outputs: dict[Arm, Output], prompt_ids: Sequence[int], options: dict, domain: str = "",
+    prompt: int = 0, repeat: int = 0,
+) -> list[Record]:
+    """Records of one prompt's answers, tokens compared with the first's."""
+    reference = next(iter(outputs.values())).token_ids
     return [
         Record(
-            str(arm), domain, prompt, repeat, len(prompt_ids), outputs[arm],
-            first_departure(decoder.target, prompt_ids, reference, outputs[arm].token_ids, options),
+            str(arm), domain, prompt, repeat, len(prompt_ids), output,
+            first_departure(decoder.target, prompt_ids, reference, output.token_ids, options),
         )
-        for arm in arms
+        for arm, output in outputs.items()
     ]
 
 
@@ -108,18 +116,27 @@ def show_comparison(
 ) -> int:
     """All methods on one prompt, of which cast has this width: the text on the screen, then a line for each; or JSON.
 
+    What ends it early, Ctrl-C or an error, is raised after those that were finished, or else the text so far, are shown.
     Returns the exit status: 1 where a method's text is wrong.
     """
     arms = [Arm(method, width if method == "cast" else 0) for method in METHODS]
-    warm_up(decoder, arms, prompt_ids, options)
-    records = contest(decoder, arms, prompt_ids, options)
+    outputs, ended = {}, None
+    try:
+        warm_up(decoder, arms, prompt_ids, options)
+        for arm in arms:
+            outputs[arm] = measure(decoder, arm, prompt_ids, options)
+    except (KeyboardInterrupt, UserError) as error:
+        ended = error
+    records = compared(decoder, outputs, prompt_ids, options) if outputs else []
     if as_json:
         screen.write(json.dumps(comparison(records)) + "\n")
     else:
-        screen.write(tokenizer.decode(records[0].output.token_ids))
+        screen.write(tokenizer.decode((records[0].output if records else decoder.output).token_ids))
         screen.end_line()
         for line in comparison_lines(records):
             screen.write(line + "\n")
+    if ended:
+        raise ended
     return 1 if any(is_failure(record.departure, decoder.target.dtype) for record in records) else 0
 
 
@@ -239,11 +256,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         return names
 
     def widths(text: str) -> list[int | str]:
-        values = [name if name in ("auto", "round") else int(name) for name in text.split(",")]
-        in_range = all(1 <= N <= MAX_WIDTH for N in values if isinstance(N, int))
-        if not in_range or len(set(values)) < len(values):
-            rule = f"auto, round or from 1 to {MAX_WIDTH}, each once"
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
+        values = [at_least(1, auto="auto", round="round")(name) for name in text.split(",")]
+        if len(set(values)) < len(values) or any(N > MAX_WIDTH for N in values if isinstance(N, int)):
+            raise argparse.ArgumentTypeError(f"must be auto, round or from 1 to {MAX_WIDTH}, each once, got {text}")
         return values
 
     parser = Parser(prog="python -m minicast.bench", description=__doc__.splitlines()[0])
@@ -369,6 +384,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     if arguments.out:
         write_atomically(arguments.out, report.to_json())
         write_atomically(arguments.out.with_suffix(".md"), report.to_markdown())
+        print(f"bench: wrote {arguments.out} and {arguments.out.with_suffix('.md').name}", file=sys.stderr)
     journal.remove()
     try:
         print(report.to_markdown(), end="", flush=True)

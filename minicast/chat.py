@@ -146,6 +146,8 @@ class Chat:
         if answer.token_ids:
             self.conversation.keep(turn, answer.token_ids)
             self.answers.append(answer)
+        if answer.error:
+            raise answer.error
         if answer.stop_reason == "interrupted" and not self.interactive:
             raise KeyboardInterrupt
         reasons = {

@@ -223,7 +223,6 @@ class Decoder:
             UserError: when the logits of the target, or the scores of the drafter, are not finite
         """
         wanted = Options(**options)
-        stop_ids = wanted.stop_ids
         room, full = self._room(prompt_ids, wanted.max_new_tokens)
         policy = self._policy(wanted.method, wanted.width, len(prompt_ids), room)
         request = self._request(wanted, policy != FixedWidth(0))
@@ -238,9 +237,9 @@ class Decoder:
         emitted = [self._first_token(token_ids, request)]
         output.prefill_seconds = self._clock() - started
         opened = None if request.tap else self._clock()
-        tree, settled = None, Settled([], [], emitted[0])
+        tree, settled, began = None, Settled([], [], emitted[0]), started
         while True:
-            emitted, ended = cut(emitted, room - len(output.token_ids), stop_ids)  # 7 emit
+            emitted, ended = cut(emitted, room - len(output.token_ids), wanted.stop_ids)  # 7 emit
             fault = FAULTS.get(emitted[-1])
             if fault:
                 emitted.pop()
@@ -251,7 +250,7 @@ class Decoder:
                 output.round_lengths.append(len(emitted))
                 output.widths.append(tree.width)
                 output.decode_seconds = time.perf_counter() - opened  # reading the outcome waited for the device
-                policy.observe(tree.width, len(emitted))
+                policy.observe(tree.width, len(emitted), time.perf_counter() - began)
             output.wall_seconds = time.perf_counter() - started
             reason = "eos" if ended else full if len(output.token_ids) == room else None
             yield Round(emitted, min(max(len(settled.tokens) - 1, 0), len(emitted)), tree, settled.path, reason)
@@ -263,7 +262,8 @@ class Decoder:
             if reason:
                 output.stop_reason = reason
                 return
-            tree = self._propose(request, token_ids, clamp_width(policy.width))  # 1 draft 2 propose 3 pack
+            width, began = clamp_width(policy.width), time.perf_counter()
+            tree = self._propose(request, token_ids, width)  # 1 draft 2 propose 3 pack
             tree = self._keep(tree, policy.keep(tree))
             opened = opened or self._clock()
             settled = Settled.read(self._settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit

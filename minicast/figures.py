@@ -367,6 +367,8 @@ def comparison(records: Sequence[Record]) -> list[dict]:
 
 def comparison_lines(records: Sequence[Record]) -> Iterator[str]:
     """Answers to one prompt, for people; speedups are over the first."""
+    if not records:
+        return
     first = records[0]
     yield f"{'method':12} {'tokens':>6} {'ms/token':>9} {'R':>6} {'speedup':>8}  tokens against {first.arm}'s"
     for record in records:

@@ -100,19 +100,24 @@ def explain_round(
     """Decode up to round `number`, counted from 1, and tell that one.
 
     request: method, width and the other options of `Decoder.stream`
-    UsageError where the answer has fewer rounds.
+    UsageError where the answer has fewer rounds. Whatever ends it early, the text so far is shown.
     """
     rounds, so_far = 0, []
-    for step in decoder.stream(prompt_ids, **request):
-        rounds += not step.prefill
-        if rounds == number:
-            break
-        so_far += step.token_ids
-        decoder.watching = rounds + 1 == number
-    else:
-        raise UsageError(f"the answer has {rounds} rounds: --explain-round {number} is beyond its end")
-    if decoder.seen.settled.next_token in FAULTS:
-        raise UserError(FAULTS[decoder.seen.settled.next_token])
+    try:
+        for step in decoder.stream(prompt_ids, **request):
+            rounds += not step.prefill
+            if rounds == number:
+                break
+            so_far += step.token_ids
+            decoder.watching = rounds + 1 == number
+        else:
+            raise UsageError(f"the answer has {rounds} rounds: --explain-round {number} is beyond its end")
+        if decoder.seen.settled.next_token in FAULTS:
+            raise UserError(FAULTS[decoder.seen.settled.next_token])
+    except (KeyboardInterrupt, UserError):
+        screen.write(tokenizer.decode(so_far))
+        screen.end_line()
+        raise
     method, width = request["method"], request["width"]
     verifier = request["verifier"] if request["temperature"] > 0 else "greedy"
     asked = f"{method}, width {width}" if method == "cast" else method

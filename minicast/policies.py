@@ -98,7 +98,8 @@ def decode_ms(answer: Replayable, policy, times: Sequence[float], draft_ms: floa
         width = policy.width
         N = policy.keep(answer.recording.drafts.tree(position, width, RANK_CAP)) if width else 0
         R = committed(answer.needs["cast"], position, N)
-        ms += times[N] if N or not width else draft_ms + times[0]
-        policy.observe(N, R)
+        took = times[N] if N or not width else draft_ms + times[0]
+        policy.observe(N, R, took / 1e3)
+        ms += took
         position += R
     return ms

@@ -398,7 +398,10 @@ def policy_of(
     """
     if width == "auto" and decision and decision.width == 0:
         return FixedWidth(0)
-    paid = decision is not None and decision.recorded is not None and decision.width > 0
+    paid = (
+        decision is not None and decision.recorded is not None
+        and decision.recorded > decision.break_even * back_off.pace.correction
+    )
     back_off.begin(RECORDED_BUDGET if paid else BUDGET)
     times = costs.times(buckets)
     if width == "auto" and decision:

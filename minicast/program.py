@@ -4,6 +4,7 @@ Importing torch takes seconds, which --help and a typing error should not: nothi
 """
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -48,16 +49,32 @@ class Parser(argparse.ArgumentParser):
             self.exit(1, f"{self.prog}: cannot write to stdout: {error.strerror}")
 
 
-def at_least(least: int):
-    """An argparse type: a whole number of at least `least`."""
+def at_least(least: int, **words):
+    """An argparse type: a whole number of at least `least`, or the value of one of the words."""
+    rule = " or ".join(filter(None, (", ".join(words), f"a whole number of at least {least}")))
 
-    def parse(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-        return int(text)
+    def parse(text: str):
+        if text in words:
+            return words[text]
+        return _number(text, int, lambda value: value >= least, rule)
 
-    parse.__name__ = "whole number"  # argparse says: invalid whole number value
     return parse
+
+
+def between(least: float, most: float):
+    """An argparse type: a number above `least` and below `most`."""
+    rule = f"a number above {least:g}" + (f" and below {most:g}" if most < math.inf else "")
+    return lambda text: _number(text, float, lambda value: least < value < most, rule)
+
+
+def _number(text: str, kind: Callable[[str], float], holds: Callable[[float], bool], rule: str):
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not holds(value):
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
+    return value
 
 
 def each_once(least: int):
@@ -69,7 +86,6 @@ def each_once(least: int):
             raise argparse.ArgumentTypeError(f"must name each number once, got {text}")
         return values
 
-    parse.__name__ = "list of whole numbers"
     return parse
 
 

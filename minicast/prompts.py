@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from model.errors import UsageError, UserError
+from model.errors import UsageError
 from model.files import read_text
 from model.tokenizer import Tokenizer
 
@@ -37,7 +37,7 @@ def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
             if limit is None or counts[domain] <= limit:
                 prompts.append(Prompt(domain, text))
     if not prompts:
-        raise UsageError("--prompts holds no prompts")
+        raise UsageError(f"{', '.join(map(str, files))}: no prompts in there, give one a line")
     return prompts
 
 
@@ -46,7 +46,7 @@ def _read_prompt(line: str, where: str) -> tuple[str, str | None]:
     try:
         values = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where} is not JSON: a prompt file has one JSON object a line") from error
+        raise UsageError(f"{where} is not JSON: a prompt file has one JSON object, or string, a line") from error
     if isinstance(values, str):
         return values, None
     if isinstance(values, dict):
@@ -56,9 +56,9 @@ def _read_prompt(line: str, where: str) -> tuple[str, str | None]:
             if isinstance(text, str):
                 domain = values.get("domain")
                 if not isinstance(domain, str | None):
-                    raise UserError(f"{where}: domain must be a string, got {json.dumps(domain)}")
+                    raise UsageError(f"{where}: domain must be a string, got {json.dumps(domain)}")
                 return text, domain
-    raise UserError(f"{where} has no prompt: none of {', '.join(PROMPT_FIELDS)} or turns")
+    raise UsageError(f"{where} has no prompt: none of {', '.join(PROMPT_FIELDS)} or turns")
 
 
 # Questions

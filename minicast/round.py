@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from graphs.capture import ROWS, to_host
 from graphs.masks import CAUSAL, EVERYTHING, TILE
@@ -177,18 +178,20 @@ class State:
 
 def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
     """Commit the prompt's ids beyond the cached prefix, chunk by chunk -> logits (1, V) after its last token."""
-    target = state.target
-    while state.prefix < len(token_ids):
-        chunk = list(token_ids[state.prefix : state.prefix + PREFILL_ROWS])
-        rows = state.rows[: len(chunk)]
-        tokens = torch.tensor([chunk], device=target.device)
-        taps = state.draft.taps if tap else ()
-        hidden, features = target(tokens, state.target_cache, state.window(rows, CAUSAL), taps)
-        state.commit(chunk, tap)
-        state.P.fill_(state.prefix)
-        if tap:
-            state.features[:, state.prefix - len(chunk) : state.prefix] = features
-            read_features(state, state.prefix - state.drafted)
+    target, length = state.target, len(token_ids)
+    bar = tqdm(desc="prompt", total=length, initial=state.prefix, unit=" tokens", delay=1, leave=False, disable=None)
+    with bar:  # on a terminal, where it takes longer than a second
+        while state.prefix < length:
+            chunk = list(token_ids[state.prefix : state.prefix + PREFILL_ROWS])
+            tokens, taps = torch.tensor([chunk], device=target.device), state.draft.taps if tap else ()
+            window = state.window(state.rows[: len(chunk)], CAUSAL)
+            hidden, features = target(tokens, state.target_cache, window, taps)
+            state.commit(chunk, tap)
+            state.P.fill_(state.prefix)
+            if tap:
+                state.features[:, state.prefix - len(chunk) : state.prefix] = features
+                read_features(state, state.prefix - state.drafted)
+            bar.update(len(chunk))
     return target.logits(hidden[0, -1:])
 
 

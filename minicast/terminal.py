@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from minicast.decode import Decoder, Output, Round
+from model.errors import UserError
 from model.tokenizer import Tokenizer
 
 PLAIN, GREEN, DIM = "", "\033[32m", "\033[2m"
@@ -49,7 +50,8 @@ class Answer:
         output: what the decoder measured
         accepted: drafted tokens emitted, of every round
         pieces: the text in (text, style); drafted tokens that were accepted are green
-        stop_reason: the decoder's, or "interrupted"
+        stop_reason: the decoder's, or "interrupted", or "error"
+        error: what ended it then, for whoever showed what there is
         token_ids: those of the text; the decoder may have more where it was interrupted
     """
 
@@ -60,6 +62,7 @@ class Answer:
     accepted: list[int] = field(default_factory=list)
     pieces: list[tuple[str, str]] = field(default_factory=list)
     stop_reason: str = "interrupted"
+    error: UserError | None = None
     token_ids: list[int] = field(default_factory=list)
 
     @property
@@ -119,10 +122,10 @@ def show_answer(
     decoder: Decoder, tokenizer: Tokenizer, prompt_ids: list[int], request: dict, screen: Screen, live: bool = True,
     trees: bool = False,
 ) -> Answer:
-    """Decode an answer and show it as it comes. Ctrl-C ends it early.
+    """Decode an answer and show it as it comes. Ctrl-C ends it early, and so does a UserError once there is text.
 
     request: method, width and the other options of `Decoder.stream`
-    live: the text goes to the screen; trees: each round's packed tree does
+    live: the text goes to the screen; trees: each round's packed tree does, and the text after the last
     """
     answer = Answer(request["method"], request["width"], len(prompt_ids))
     text = tokenizer.stream()
@@ -146,8 +149,15 @@ def show_answer(
         answer.stop_reason = decoder.output.stop_reason
     except KeyboardInterrupt:
         answer.stop_reason = "interrupted"
+    except UserError as error:
+        if not answer.token_ids:
+            raise
+        answer.stop_reason, answer.error = "error", error
     finally:
         show(text.finish(), PLAIN)
+        if trees:
+            for piece, style in answer.pieces:
+                screen.write(piece, style)
         screen.end_line()
     answer.output = decoder.output
     return answer

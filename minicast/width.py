@@ -22,12 +22,13 @@ This file is arithmetic: it measures nothing and knows no model. Costs are measu
 
 import warnings
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
 from numbers import Integral
-from statistics import fmean, linear_regression
+from statistics import fmean, linear_regression, median
 
 from minicast.tree import Tree
 
@@ -228,6 +229,45 @@ def decide(
 
 # When the prediction was too hopeful
 
+TIMED, TIMED_LEAST = 9, 3  # latest rounds of a kind whose times count, by their median; with fewer, the probe's word stands
+LISTEN_FIRST, LISTEN = 6, 48  # drafted rounds before AR decodes one to be timed: while it has too few times, and later
+
+
+@dataclass
+class Pace:
+    """How long rounds take in use, against what a probe predicted of them.
+
+    A probe lasts a second or two. On a shared machine memory and cores gain and lose a tenth or two within minutes,
+    not both at once; AR lives on the one, drafted rounds on the other, so which of them is ahead can change. Hence
+    rounds are timed as they run, and now and then AR decodes one only to be timed.
+
+    Attributes:
+        ar, drafted: of the latest rounds of either kind, time over predicted time
+        unheard: drafted rounds since AR decoded one
+    """
+
+    ar: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED))
+    drafted: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED))
+    unheard: int = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether AR should be heard."""
+        return self.unheard >= (LISTEN if len(self.ar) >= TIMED_LEAST else LISTEN_FIRST)
+
+    @property
+    def correction(self) -> float:
+        """What to multiply a drafted round's predicted time with, in units of AR's."""
+        if min(len(self.ar), len(self.drafted)) < TIMED_LEAST:
+            return 1.0
+        return median(self.drafted) / median(self.ar)
+
+    def observe(self, drafted: bool, excess: float) -> None:
+        """A round took `excess` times its predicted time."""
+        self.unheard = self.unheard + 1 if drafted else 0
+        (self.drafted if drafted else self.ar).append(excess)
+
+
 BUDGET = 1.0       # AR tokens of time that an answer may lose before drafting pauses: 0.8 % of 128
 RECORDED_BUDGET = 3.0  # likewise, with a pair whose recorded rounds would have paid: less is a reason to doubt it
 BANK = 8.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
@@ -247,23 +287,33 @@ class BackOff:
     its rate of false alarms.)
 
     So an answer loses at most its budget, or one round if that is more, and one try a pause. What good rounds
-    saved stays for the next answer, where it makes a false alarm less likely.
+    saved stays for the next answer, where it makes a false alarm less likely. What a round took is its predicted
+    time, corrected by the `Pace` of late: the time of a single round may be an accident.
     """
 
     purse: float = BUDGET
     price: float = 0.0  # what one more round like the last would lose if nothing were accepted
     ar_tokens_left: int = 0
+    pace: Pace = field(default_factory=Pace)
     _pauses: int = 0    # since drafting last filled the purse, or the answer began
 
     @property
     def drafting(self) -> bool:
         """Whether the next round should draft."""
-        return self.ar_tokens_left == 0
+        return self.ar_tokens_left == 0 and not self.pace.due
 
     def begin(self, budget: float = BUDGET) -> None:
         """Another answer: its text may be easier. budget: what it may lose before drafting pauses, in AR tokens"""
         self.purse = max(self.purse, budget)
         self.ar_tokens_left = self._pauses = 0
+
+    def observe(self, drafted: bool, committed: int, seconds: float, predicted_ms: float, ar_ms: float) -> None:
+        """A round of either kind committed R tokens in `seconds`; predicted were `predicted_ms`, and `ar_ms` for AR."""
+        self.pace.observe(drafted, 1e3 * seconds / predicted_ms)
+        if drafted:
+            self.drafted(committed, predicted_ms / ar_ms * self.pace.correction)
+        else:
+            self.decoded(committed)
 
     def drafted(self, committed: int, ar_tokens: float) -> None:
         """A drafted round committed R tokens and took the time of `ar_tokens` tokens of AR."""
@@ -282,7 +332,7 @@ class BackOff:
 
 
 # Policies: `width` is N to propose next, `keep` how many of its first nodes are verified, `observe`
-# hears what was committed
+# hears what the round committed and how long it took
 
 def is_policy(width) -> bool:
     """Whether it can choose the width of rounds."""
@@ -298,8 +348,8 @@ class FixedWidth:
     def keep(self, tree: Tree) -> int:
         return tree.width
 
-    def observe(self, width: int, committed: int) -> None:
-        """A round that verified `width` nodes committed so many tokens."""
+    def observe(self, width: int, committed: int, seconds: float) -> None:
+        """A round that verified `width` nodes committed so many tokens, and took so long from draft to commit."""
 
 
 @dataclass
@@ -320,11 +370,8 @@ class AutoWidth:
     def keep(self, tree: Tree) -> int:
         return tree.width
 
-    def observe(self, width: int, committed: int) -> None:
-        if width == 0:
-            self.back_off.decoded(committed)
-        else:
-            self.back_off.drafted(committed, self.times[width] / self.times[0])
+    def observe(self, width: int, committed: int, seconds: float) -> None:
+        self.back_off.observe(width > 0, committed, seconds, self.times[width], self.times[0])
 
 
 @dataclass
@@ -357,12 +404,9 @@ class RoundWidth:
             self.look(tree)
         return paying_width(tree.log_mass.exp().tolist(), self.times, self.draft_ms, self.rate)
 
-    def observe(self, width: int, committed: int) -> None:
-        if not self._drafted:
-            self.back_off.decoded(committed)
-            return
-        spent = self.times[width] if width else self.draft_ms + self.times[0]
-        self.back_off.drafted(committed, spent / self.times[0])
+    def observe(self, width: int, committed: int, seconds: float) -> None:
+        predicted = self.draft_ms + self.times[0] if self._drafted and width == 0 else self.times[width]
+        self.back_off.observe(self._drafted, committed, seconds, predicted, self.times[0])
 
 
 def paying_width(masses: Sequence[float], times: Sequence[float], draft_ms: float, rate: float) -> int:

@@ -1,51 +1,13 @@
 """Targets, DFlash heads and tokenizers, loaded from a path, a hub id or a known pair's name."""
 
-from collections.abc import Callable
+from importlib import import_module
 
-import torch
-
-from model.config import check_pair, draft_config, read_config, target_config
-from model.dflash import DraftHead
-from model.hub import resolve
-from model.tokenizer import load_tokenizer
-from model.transformer import Target
-from model.weights import load_weights
-
-__all__ = ["check_pair", "load_draft", "load_target", "load_tokenizer"]
-
-Progress = Callable[[int, int], None]
+ROOMS = {"check_pair": "config", "load_draft": "load", "load_target": "load", "load_tokenizer": "tokenizer"}
+__all__ = list(ROOMS)
 
 
-def load_target(name: str, dtype: torch.dtype | None = None, device=None, progress: Progress | None = None) -> Target:
-    """A frozen target, ready to run.
-
-    Args:
-        name: a directory, a hub id, or a known pair's name
-        dtype: of activations and caches; None: float32 on a CPU, bfloat16 elsewhere
-        device: None: CUDA where there is one
-        progress: called with (bytes read, bytes in all)
-    """
-    device, dtype = _place(device, dtype)
-    directory = resolve(name, "target", progress)
-    config = target_config(read_config(directory), directory)
-    with torch.device("meta"):
-        target = Target(config)
-    load_weights(target, directory, dtype=dtype, device=device, tied=config.tied, pack=True, progress=progress)
-    return target.eval()
-
-
-def load_draft(name: str, dtype: torch.dtype | None = None, device=None, progress: Progress | None = None) -> DraftHead:
-    """The DFlash head of that name; arguments as for `load_target`. `check_pair` says whether it fits a target."""
-    device, dtype = _place(device, dtype)
-    directory = resolve(name, "draft", progress)
-    config = draft_config(read_config(directory), directory)
-    with torch.device("meta"):
-        draft = DraftHead(config)
-    load_weights(draft, directory, dtype=dtype, device=device, pack=True, progress=progress)
-    draft.directory = directory
-    return draft.eval()
-
-
-def _place(device, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return device, dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+def __getattr__(name: str):
+    """These are found in their rooms when they are asked for: most import torch, for which --help should not wait."""
+    if name not in ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"model.{ROOMS[name]}"), name)

@@ -13,7 +13,7 @@ where the machine does these faster (any GPU, a CPU with matrix units), else in 
 optimizer stay in float32. On a GPU the pass is compiled. It trains no target.
 """
 
-from minicast.program import Parser, at_least, each_once, start
+from minicast.program import Parser, at_least, between, each_once, start
 
 start(__name__)  # before anything slow is imported
 
@@ -411,8 +411,6 @@ def unused_token(examples: list[Example], vocab_size: int) -> int:
 
 def prepare(arguments: argparse.Namespace) -> Trainer:
     """Everything up to the first step."""
-    if not (arguments.minutes > 0 and 0 < arguments.rate < 1):
-        raise UsageError("--minutes must be above 0, and --rate between 0 and 1")
     if not arguments.out.name:
         raise UsageError(f"--out {arguments.out}: give the directory a name of its own")
     check_directory(arguments.out, "--out")
@@ -458,13 +456,13 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--templates", type=at_least(0), default=0, help="prompts from each of the built-in template sets")
     parser.add_argument("--responses", nargs="+", default=[], help="JSONL files of [prompt ids, response ids]")
     parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of training; answering the prompts comes on top")
+    parser.add_argument("--minutes", type=between(0, math.inf), default=60.0, help="of training; answering the prompts comes on top")
     parser.add_argument("--init", help="a head to go on from; default: start at the target's last layers")
     parser.add_argument("--layers", type=at_least(1), default=3, help="of the head; default: %(default)s")
     parser.add_argument("--block", type=at_least(2), default=8, help="positions drafted in one pass, the root's included")
     parser.add_argument("--taps", type=each_once(0), default=[], metavar="I,I,...",
                         help="target layers that it reads, 0 the first; default: five, evenly spread")
-    parser.add_argument("--rate", type=float, default=1.2e-3, help="peak learning rate; about half of it with --init")
+    parser.add_argument("--rate", type=between(0, 1), default=1.2e-3, help="peak learning rate; about half of it with --init")
     parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="of each answer")
     parser.add_argument("--held-out", type=at_least(1), default=8, help="answers of each file kept for validation")
     return parser

@@ -43,7 +43,7 @@ def test_reads_prompts_of_every_form(tmp_path):
     """The first turn of a dialogue, any of the usual names; the limit counts each domain for itself."""
     file = tmp_path / "maths.jsonl"
     lines = [
-        {"prompt": "a"}, {"question": "b", "answer": "no"}, {"text": "c", "domain": "own"},
+        "a", {"question": "b", "answer": "no"}, {"text": "c", "domain": "own"},
         {"problem": "d"}, {"turns": ["e", "later"]}, {"domain": "own", "prompt": "f"},
     ]
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
@@ -58,14 +58,14 @@ def test_names_the_line_it_cannot_read(tmp_path):
     broken |= {'{"prompt": "x", "domain": 3}': "domain", '{"prompt": "x", "domain": ["a"]}': "domain"}
     for line, word in broken.items():
         file.write_text('{"prompt": "fine"}\n' + line)
-        with pytest.raises(UserError, match=f"broken.jsonl:2.*{word}"):
+        with pytest.raises(UsageError, match=f"broken.jsonl:2.*{word}"):
             prompts.read_prompts([file], None)
     file.write_bytes(b'{"prompt": "\xff"}')
     for unreadable in (file, tmp_path / "absent.jsonl"):
         with pytest.raises(UserError, match=unreadable.name):
             prompts.read_prompts([unreadable], None)
     file.write_text("\n")
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="broken.jsonl: no prompts in there"):
         prompts.read_prompts([file], None)
 
 

@@ -636,7 +636,7 @@ def test_a_policy_may_begin_with_pauses(body):
         def keep(self, tree):
             return tree.width
 
-        def observe(self, width, committed):
+        def observe(self, width, committed, seconds):
             self.rounds += 1
 
     target, draft = tiny_target(), tiny_draft()
@@ -655,7 +655,7 @@ class Fixed:
     def keep(self, tree):
         return self.kept
 
-    def observe(self, width, committed):
+    def observe(self, width, committed, seconds):
         self.heard.append((width, committed))
 
 
@@ -682,7 +682,7 @@ def test_what_is_no_policy_is_refused(models):
     class WithoutKeep:
         width = 4
 
-        def observe(self, width, committed):
+        def observe(self, width, committed, seconds):
             pass
 
     with pytest.raises(UsageError, match="width must be auto, round, a whole number from 0 to 127 or a policy"):

@@ -100,10 +100,7 @@ def server():
 
 
 RESOLVE = """
-import json, sys, types
-# model/ without its __init__, which imports torch, seconds for nothing here
-sys.modules["model"] = package = types.ModuleType("model")
-package.__path__ = ["model"]
+import json, sys
 from model.errors import UserError
 from model.hub import resolve
 for name, kind in json.loads(sys.argv[1]):

@@ -94,7 +94,7 @@ def test_a_pause_of_drafting_stays_one(models):
         def keep(self, tree):
             return tree.width
 
-        def observe(self, width, committed):
+        def observe(self, width, committed, seconds):
             pass
 
     watcher, policy = Watcher(*models), Resting()
@@ -188,18 +188,34 @@ def test_the_verifier_is_named(tell):
     assert "Theorem 3" in tell("--temperature", "1", "--verifier", "stochastic")[1]
 
 
-def test_the_last_round_says_why_it_is_the_last(tell, models):
-    rounds = len(list(Decoder(*models).stream(PROMPT, width=5, max_new_tokens=30))) - 1
+def test_the_last_round_says_why_it_is_the_last(tell, models, names):
+    """Beyond it there is only the text."""
+    decoder = Decoder(*models)
+    rounds = len(list(decoder.stream(PROMPT, width=5, max_new_tokens=30))) - 1
     assert "the answer ends here: length" in tell(str(rounds))[1]
     status, out, err = tell(str(rounds + 1))
-    assert (status, out) == (2, "")
+    assert status == 2 and out.rstrip("\n") == load_tokenizer(names[0]).decode(decoder.output.token_ids).rstrip("\n")
     assert err == f"run.py: the answer has {rounds} rounds: --explain-round {rounds + 1} is beyond its end\n"
 
 
 def test_a_fault_in_the_round_is_an_error(tell, monkeypatch):
-    """No number stands for a token that there is none of."""
+    """No number stands for a token that there is none of. The text before it, the prefill's token, is not lost."""
     from minicast import verify
 
     monkeypatch.setattr(verify, "target_choices", lambda logits, *_, **__: torch.full((len(logits),), -1))
     status, out, err = tell()
-    assert (status, out) == (1, "") and "non-finite" in err and err.count("\n") == 1
+    assert status == 1 and len(out.rstrip("\n")) == 1 and "non-finite" in err and err.count("\n") == 1
+
+
+def test_interrupted_on_the_way_to_the_round_the_text_so_far_is_shown(tell, monkeypatch):
+    stream = Watcher.stream
+
+    def interrupted(self, *arguments, **options):
+        for number, step in enumerate(stream(self, *arguments, **options)):
+            if number == 4:
+                raise KeyboardInterrupt
+            yield step
+
+    monkeypatch.setattr(Watcher, "stream", interrupted)
+    status, out, err = tell("6", "--method", "ar")
+    assert status == 130 and len(out.rstrip("\n")) == 4 and "Traceback" not in err

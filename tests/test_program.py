@@ -38,6 +38,7 @@ PROGRAMS = {
     "replay": ["-m", "minicast.replay", "--out", "nowhere"],
     "plot": ["-m", "minicast.plot", "none.json"],
     "gpu check": ["-m", "minicast.gpu_check"],
+    "train": ["-m", "model.train_dflash", "--target", "t", "--out", "nowhere"],
 }
 
 
@@ -164,13 +165,16 @@ def test_no_later_file_takes_the_place_of_a_closed_stream(tmp_path):
     assert int(subprocess.run(command, shell=True, capture_output=True, timeout=60).stdout) > 2
 
 
+A_NUMBER = "must be a whole number of at least 1"
+
+
 @pytest.mark.parametrize(
     "command, status, out, err",
     [
         ("--help >/dev/full", 1, "", "run.py: cannot write to stdout: No space left on device\n"),
         ("--help >&-", 1, "", "run.py: cannot write to stdout: it is closed\n"),
-        ("-p x --top-k y 2>&-", 2, "run.py: argument --top-k: invalid int value: 'y' (see run.py --help)\n", ""),
-        ("-p x --top-k y 2>/dev/full", 2, "run.py: argument --top-k: invalid int value: 'y' (see run.py --help)\n", ""),
+        ("-p x --top-k y 2>&-", 2, f"run.py: argument --top-k: {A_NUMBER}, got y (see run.py --help)\n", ""),
+        ("-p x --top-k y 2>/dev/full", 2, f"run.py: argument --top-k: {A_NUMBER}, got y (see run.py --help)\n", ""),
     ],
 )
 def test_help_and_mistakes_on_streams_that_take_nothing(command, status, out, err):

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import run
 from graphs.masks import BODIES
-from minicast import command, probe
+from minicast import bench, command, probe
 from minicast.decode import Decoder, Output, Round
 from minicast.methods import METHODS
 from minicast.terminal import DIM, GREEN, PLAIN, RESET, Answer, Screen, show_answer, tree_lines
 from minicast.tree import Tree
 from model import load_draft, load_target, load_tokenizer
+from model.errors import UserError
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 ROOT = Path(run.__file__).parent
@@ -47,6 +49,7 @@ def cli(models, capsys):
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
+    call.target = models[0]
     return call
 
 
@@ -544,6 +547,93 @@ def test_compare_fails_on_a_real_departure(cli, monkeypatch):
     monkeypatch.setattr(round, "visit", wrong)
     status, out, _ = cli("--raw", "--max-new-tokens", "9", "--compare")
     assert status == 1 and "the top-two gap there is" in out
+
+
+@pytest.mark.parametrize("at, texts", [(2, 0), (5, 2)], ids=["warming up", "third method"])
+def test_compare_interrupted_shows_what_there_is(cli, expected, monkeypatch, at, texts):
+    """Ctrl-C: methods that were finished with their figures, or else the text so far."""
+    calls, measure = [], bench.measure
+
+    def interrupted(decoder, *arguments):
+        calls.append(arguments)
+        if len(calls) > at:
+            decoder.output = Output(expected[1][:3])  # it was on its way
+            raise KeyboardInterrupt
+        return measure(decoder, *arguments)
+
+    for flags in ([], ["--json"]):
+        calls.clear()
+        monkeypatch.setattr(bench, "measure", interrupted)
+        status, out, err = cli("--raw", "--max-new-tokens", "40", "--compare", *flags)
+        assert status == 130 and "Traceback" not in err
+        if flags:
+            assert [record["arm"] for record in json.loads(out)] == ["ar", "dflash"][:texts]
+        else:
+            text, *table = out.split("method  ")
+            assert text == with_newline(expected[0] if texts else load_tokenizer(cli.target).decode(expected[1][:3]))
+            assert [line.split()[0] for line in "".join(table).splitlines()[1:]] == ["ar", "dflash"][:texts]
+
+
+def test_an_error_loses_no_text(cli, expected, monkeypatch):
+    """The target fails in mid-answer: its text before that is printed, as text, below trees and in JSON."""
+    stream = Decoder.stream
+
+    def failing(self, *arguments, **options):
+        for number, step in enumerate(stream(self, *arguments, **options)):
+            if number == 6:
+                raise UserError("not finite")
+            yield step
+
+    monkeypatch.setattr(Decoder, "stream", failing)
+    ar = ("--raw", "--max-new-tokens", "40", "--method", "ar")
+    for flags in ([], ["--show-tree"], ["--json"]):
+        status, out, err = cli(*ar, *flags)
+        assert status == 1 and err.splitlines()[-1] == "run.py: not finite"
+        if flags == ["--json"]:
+            values = json.loads(out)
+            assert values["stop_reason"] == "error" and values["token_ids"] == expected[1][:6]
+        else:
+            assert out.endswith(with_newline(load_tokenizer(cli.target).decode(expected[1][:6])))
+
+
+def test_a_long_prompt_shows_a_bar_on_a_terminal(models, monkeypatch):
+    """On stderr, gone when it is done; none where that is no terminal, or where there is little to do."""
+    from minicast import round as rounds
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def shown(stream, delay):
+        def bar(**options):
+            return tqdm(**options | {"file": stream, "delay": delay, "mininterval": 0})
+
+        monkeypatch.setattr(rounds, "tqdm", bar)
+        decoder = Decoder(load_target(models[0]), load_draft(models[1]))
+        decoder.generate(list(range(1, 200)), method="dflash", max_new_tokens=2)
+        return stream.getvalue()
+
+    monkeypatch.setattr(rounds, "PREFILL_ROWS", 64)
+    text = shown(Terminal(), 1e-9)
+    assert all(f"{done}/199" in text for done in (64, 128, 192)) and text.endswith("\r")
+    assert shown(Terminal(), 60) == "" and shown(io.StringIO(), 1e-9) == ""
+
+
+def test_a_blank_prompt_is_told(cli, capsys):
+    """A variable of a shell may have been empty; an answer alone would not show it."""
+    for flags in (["-p", " "], ["-p", "\n", "--raw"]):
+        status, _, err = cli(*flags, "--max-new-tokens", "1", "--method", "ar")
+        assert status == 0 and "run.py: the prompt is blank\n" in err
+    assert "blank" not in cli("--max-new-tokens", "1", "--method", "ar")[2]
+
+
+def test_no_task_and_a_stray_word(capsys):
+    """Both lead to the flag that was meant."""
+    for flags, words in ((["hi"], "unrecognized arguments: hi"), ([], '--prompt "..."')):
+        with pytest.raises(SystemExit) as stop:
+            run.main(flags)
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and words in err and err.count("\n") == 1
 
 
 @pytest.mark.real

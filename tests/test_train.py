@@ -338,12 +338,14 @@ def test_a_head_reads_the_layers_that_were_asked_for(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags_given", ["--minutes 0", "--minutes nan", "--rate nan", "--rate 0"])
-def test_budgets_that_train_nothing_are_refused(tmp_path, flags_given):
-    """Before anything is loaded or written."""
+def test_budgets_that_train_nothing_are_refused(tmp_path, capsys, flags_given):
     command = f"--target nowhere --responses nothing --out {tmp_path / 'head'} {flags_given}"
-    with pytest.raises(UsageError):
-        prepare(flags().parse_args(command.split()))
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as stop:
+        flags().parse_args(command.split())
+    assert stop.value.code == 2
+    flag, value = flags_given.split()
+    rule = "must be a number above 0" + " and below 1" * (flag == "--rate")
+    assert f"argument {flag}: {rule}, got {value} (see" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags_given", ["--layers 0", "--block 1", "--taps 1,1", "--held-out 0", "--max-new-tokens 1"])
