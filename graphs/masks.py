@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from model.transformer import Window, dot_product_attention
+from model.transformer import CAUSAL, Window, dot_product_attention
 
 
-CAUSAL, EVERYTHING = "causal", "everything"
+EVERYTHING = "everything"
 
 
 def matrix(visible: Tensor | str, rows: Tensor) -> Tensor:
@@ -61,12 +61,11 @@ class LiveSlice(Body):
         """
         n = offsets.shape[0]
         rows = torch.arange(n, device=P.device)
-        mask = None  # one row sees all that is live
-        if visible is not EVERYTHING and n > 1:
+        mask = CAUSAL if visible is CAUSAL and prefix == 0 else None  # None: one row sees all that is live
+        if mask is None and visible is not EVERYTHING and n > 1:
             among = matrix(visible, rows)
             mask = torch.cat((among.new_ones(n, prefix), among), dim=1)
-        layer = None if visible is CAUSAL else self.layer
-        return Window(P + rows, P + offsets, mask, live=prefix + n, layer=layer)
+        return Window(P + rows, P + offsets, mask, live=prefix + n, layer=None if visible is CAUSAL else self.layer)
 
 
 class FullCache(Body):
@@ -77,10 +76,8 @@ class FullCache(Body):
     def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:
         """As `LiveSlice.window`; `prefix` is not read."""
         rows = torch.arange(offsets.shape[0], device=P.device)
-        columns = torch.arange(slots, device=P.device)
-        layer = None if visible is CAUSAL else self.layer
-        mask = sees(P, matrix(visible, rows), rows[:, None], columns)
-        return Window(P + rows, P + offsets, mask, layer=layer)
+        mask = sees(P, matrix(visible, rows), rows[:, None], torch.arange(slots, device=P.device))
+        return Window(P + rows, P + offsets, mask, layer=None if visible is CAUSAL else self.layer)
 
 
 def sees(P: Tensor, visible: Tensor, row: Tensor, slot: Tensor) -> Tensor:

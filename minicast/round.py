@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from graphs.capture import ROWS, to_host
-from graphs.masks import CAUSAL, EVERYTHING, TILE
+from graphs.masks import EVERYTHING, TILE
 from minicast.methods import Method, Proposal, no_tree
 from minicast.sampling import SamplingParams
 from minicast.tree import NonFinite, Tree
@@ -27,7 +27,7 @@ from minicast.verify import target_choices, visit, walk
 from minicast.width import MAX_WIDTH
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.transformer import KVCache, Target, Window
+from model.transformer import CAUSAL, KVCache, Target, Window
 
 MAX_ROWS = MAX_WIDTH + 1  # packed rows of the widest tree
 BUCKETS = (1, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # packed rows that static rounds are padded to
@@ -184,8 +184,7 @@ def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
         while state.prefix < length:
             chunk = list(token_ids[state.prefix : state.prefix + PREFILL_ROWS])
             tokens, taps = torch.tensor([chunk], device=target.device), state.draft.taps if tap else ()
-            window = state.window(state.rows[: len(chunk)], CAUSAL)
-            hidden, features = target(tokens, state.target_cache, window, taps)
+            hidden, features = target(tokens, state.target_cache, state.window(state.rows[: len(chunk)], CAUSAL), taps)
             state.commit(chunk, tap)
             state.P.fill_(state.prefix)
             if tap:

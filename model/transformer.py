@@ -20,6 +20,8 @@ from model.config import Rope, TargetConfig, TransformerConfig
 from model.errors import UsageError
 from model.linear import Linear
 
+CAUSAL = "causal"
+
 
 @dataclass(frozen=True)
 class Window:
@@ -28,7 +30,8 @@ class Window:
     Attributes:
         slots: (T,) int64, cache slots written, one a row
         positions: (T,) int64, RoPE positions; siblings in a tree share one
-        mask: (T, live) bool, true where a row may look; None: every row sees all `live` slots
+        mask: (T, live) bool, true where a row may look; CAUSAL, the lower triangle, where T is `live`; None: every
+            row sees all `live` slots
         live: slots that exist for this pass, a host int that bounds what is read. None: the whole cache is
             read and `mask` is (T, S), so that nothing depends on a host value
         body: attention over (q, keys, values, mask); None: scaled dot-product attention
@@ -127,14 +130,16 @@ class RMSNorm(nn.Module):
         return (wide * mean_square.add_(self.eps).rsqrt_()).to(x.dtype) * self.weight
 
 
-def dot_product_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-    """q (B, Hq, T, D) over keys and values (B, Hkv, M, D), mask (T, M) bool or None -> (B, Hq, T, D)."""
+def dot_product_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | str | None) -> Tensor:
+    """q (B, Hq, T, D) over keys and values (B, Hkv, M, D) -> (B, Hq, T, D); mask (T, M) bool, CAUSAL (T = M) or None."""
+    seen = mask if isinstance(mask, Tensor) else None
     if q.shape[2] == 1:  # heads that share keys become rows of one product: six times as fast in bfloat16 on a CPU
         rows = q[:, :, 0].unflatten(1, (keys.shape[1], -1))  # (B, Hkv, Hq / Hkv, D)
-        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask).flatten(1, 2)[:, :, None]
-    return F.scaled_dot_product_attention(
-        q, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != keys.shape[1]
-    )
+        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen).flatten(1, 2)[:, :, None]
+    if q.is_cuda and seen is not None:  # its kernels that take a mask take no groups: all scores would be written out
+        keys, values = (side.repeat_interleave(q.shape[1] // side.shape[1], 1) for side in (keys, values))
+    grouped = q.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(q, keys, values, seen, is_causal=mask is CAUSAL, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -165,7 +170,7 @@ class Attention(nn.Module):
         """x (B, T, H) -> (B, T, H). Without a cache: plain causal attention over the T rows."""
         q, k, v = self.project(x, rope)
         if cache is None:
-            out = dot_product_attention(q, k, v, None, causal=True)
+            out = dot_product_attention(q, k, v, CAUSAL)
         else:
             keys, values = cache
             keys.index_copy_(2, window.slots, k)

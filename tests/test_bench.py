@@ -356,6 +356,18 @@ def test_figures_from_known_times():
     assert len({line.count("|") for line in table}) == 1 and len(table) == 2 + 9
 
 
+def test_of_equal_repeats_the_median_counts():
+    """One slow moment of the machine changes no figure; texts of several seeds all count."""
+    records = [a_record("ar", repeat=repeat, seconds=s, wall_seconds=s + 1) for repeat, s in enumerate([4, 90, 5, 3, 4])]
+    records += [a_record("cast", repeat=repeat, seconds=s, wall_seconds=s + 1) for repeat, s in enumerate([2, 1, 50, 3])]
+    row = figures.summarise(records, seed=0)[1]
+    assert row.ms_per_token == 2.5e3 / 4 and row.wall_ms_per_token == 3.5e3 / 4
+    assert row.speedup == row.prompt_speedup.mean == pytest.approx(4 / 2.5)
+    assert row.wall_speedup == pytest.approx(5 / 3.5)
+    sampled = [a_record("ar", repeat=repeat, tokens=4 + repeat, seconds=s) for repeat, s in enumerate([4, 90, 5])]
+    assert figures.summarise(sampled, seed=0)[0].ms_per_token == 99e3 / (4 + 5 + 6)
+
+
 def test_lengths_are_compared_prompt_by_prompt():
     """R less DFlash's: a prompt on which both commit much adds nothing to the interval, nor do more repeats.
 

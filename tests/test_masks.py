@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from graphs.masks import (
-    CAUSAL, EVERYTHING, KERNELS, TILE, BitMask, Flex, FullCache, LiveSlice, flex, packed_bits,
+    EVERYTHING, KERNELS, TILE, BitMask, Flex, FullCache, LiveSlice, flex, packed_bits,
 )
 from minicast.tree import ancestor_matrix
-from model.transformer import dot_product_attention
+from model.transformer import CAUSAL, dot_product_attention
 
 SHAPES = [(1, 256), (5, 256), (16, 384), (64, 256), (96, 256), (128, 384)]  # rows, slots
 
@@ -107,6 +107,22 @@ def test_all_bodies_attend_alike():
             outputs.append(attend(q, keys[:, :, :live], values[:, :, :live], window.mask))
         for output in outputs[1:]:
             torch.testing.assert_close(output, outputs[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("P", [0, 40])
+def test_all_bodies_attend_alike_to_a_prompt_chunk(P):
+    """The first chunk needs no mask of its own, later ones see the prefix as well."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, 16, 16, generator=generator)
+    keys, values = torch.randn(2, 1, 2, 256, 16, generator=generator)
+    seen = expected_mask(P, torch.ones(16, 16, dtype=torch.bool).tril(), 256)
+    expected = dot_product_attention(q, keys, values, seen)
+    for body in (LiveSlice(), FullCache(), Flex()):
+        window = body.window(torch.tensor([P]), P, torch.arange(16), CAUSAL, 256)
+        attend, live = window.body or dot_product_attention, window.live or 256
+        torch.testing.assert_close(
+            attend(q, keys[:, :, :live], values[:, :, :live], window.mask), expected, atol=1e-6, rtol=1e-5
+        )
 
 
 def test_kernel_layouts_obey_the_kernels_rules():
