@@ -28,8 +28,8 @@ from minicast.machine import processor
 from minicast.round import MAX_ROWS, Request
 from minicast.tree import Tree
 from minicast.width import (
-    BUDGET, FIT_FROM, MAX_WIDTH, RECORDED_BUDGET, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth,
-    RoundWidth, best_drafted, decide, round_times,
+    FIT_FROM, MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, RoundWidth, best_drafted,
+    budget, decide, round_times,
 )
 from model.default_model import cache_directory
 from model.errors import UsageError, UserError
@@ -398,11 +398,7 @@ def policy_of(
     """
     if width == "auto" and decision and decision.width == 0:
         return FixedWidth(0)
-    paid = (
-        decision is not None and decision.recorded is not None
-        and decision.recorded > decision.break_even * back_off.pace.correction
-    )
-    back_off.begin(RECORDED_BUDGET if paid else BUDGET)
+    back_off.begin(budget(decision, back_off.pace.correction))
     times = costs.times(buckets)
     if width == "auto" and decision:
         return AutoWidth(decision.width, times, back_off)

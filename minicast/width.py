@@ -269,7 +269,7 @@ class Pace:
 
 
 BUDGET = 1.0       # AR tokens of time that an answer may lose before drafting pauses: 0.8 % of 128
-RECORDED_BUDGET = 3.0  # likewise, with a pair whose recorded rounds would have paid: less is a reason to doubt it
+STAKE, RECORDED_BUDGET = 12.8, 3.0  # with a record: this times the share of AR's time that it promises to save, at most
 BANK = 8.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
 DAMPING = 1e-9     # sums of rounded numbers may miss their mark by so much
@@ -329,6 +329,18 @@ class BackOff:
     def decoded(self, tokens: int = 1) -> None:
         """AR emitted `tokens` tokens."""
         self.ar_tokens_left = max(self.ar_tokens_left - tokens, 0)
+
+
+def budget(decision: Decision | None, correction: float) -> float:
+    """What an answer may lose before drafting pauses, in AR tokens: a tenth of what the pair's record promises to save
+    over 128 tokens, within bounds. The less there is to win, the sooner it is doubted.
+
+    correction: `Pace.correction`
+    """
+    if decision is None or decision.recorded is None:
+        return BUDGET
+    saved = 1.0 - decision.break_even * correction / decision.recorded
+    return min(max(STAKE * saved, BUDGET), RECORDED_BUDGET)
 
 
 # Policies: `width` is N to propose next, `keep` how many of its first nodes are verified, `observe`
