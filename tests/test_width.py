@@ -360,7 +360,7 @@ def test_back_off_leaves_a_good_head_alone():
 
 def test_auto_follows_the_machine_when_the_probe_was_wrong():
     """AR a tenth faster than probed, drafted rounds a tenth slower, the other way round, or both as they were: never
-    more than 2 % slower than AR, and within 10 % of the better of the two. Means over 200 answers of 128 tokens."""
+    more than 3 % slower than AR, and within 10 % of the better of the two. Means over 200 answers of 128 tokens."""
     record = SimpleNamespace(recorded=2.3, break_even=1.8)  # of all texts together
     for ar_ms, drafted_ms in [(0.9, 1.98), (1.0, 1.8), (1.1, 1.62)]:
         for acceptance in (0.1, 0.3, 0.45, 0.5, 0.6, 0.7):
@@ -375,7 +375,7 @@ def test_auto_follows_the_machine_when_the_probe_was_wrong():
                     policy.observe(N, R, took / 1e3)
                     emitted, spent = emitted + R, spent + took
             spent /= 200 * 128
-            assert spent <= 1.02 * ar_ms and spent <= 1.1 * min(ar_ms, drafted_ms / mean_length(acceptance))
+            assert spent <= 1.03 * ar_ms and spent <= 1.1 * min(ar_ms, drafted_ms / mean_length(acceptance))
 
 
 @pytest.mark.parametrize("recorded, correction, expected", [
