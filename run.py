@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     if probes:
         from minicast.probe import explain
 
-        for line in explain(decoder, len(prompt_ids), arguments):
+        for line in explain(decoder, prompt_ids, arguments):
             print(line, file=sys.stderr)
     if arguments.compare:
         from minicast.bench import show_comparison

@@ -108,7 +108,7 @@ def to_host(values: Tensor) -> Tensor:
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     done = torch.cuda.Event()
-    done.record()
+    done.record(torch.cuda.current_stream(values.device))
     done.synchronize()
     return host
 

@@ -1,4 +1,4 @@
-"""CAST: cost-aware speculative trees from one-pass block drafters. See `minicast.decode` for the round."""
+"""CAST: cost-aware speculative trees from one-pass block drafters. See `minicast.round` for the round."""
 
 __all__ = ["Decoder", "Output", "Round", "generate", "stream"]
 

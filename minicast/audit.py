@@ -15,7 +15,7 @@ from minicast.decode import Options
 from minicast.figures import Departure, Record, markdown
 from minicast.prompts import Question
 from minicast.sampling import gumbel_noise, shape_logits
-from model.transformer import Target, Window
+from model.transformer import Target
 
 NEAR_TIE = 1e-3  # largest top-two gap that rounding may flip in float32; a departure at a larger one is a bug
 AUDIT_BOUNDS = {torch.float32: NEAR_TIE, torch.bfloat16: 0.25}  # largest gap that a greedy token may have
@@ -52,10 +52,8 @@ def is_failure(departure: Departure | None, dtype: torch.dtype) -> bool:
 @torch.no_grad()
 def next_scores(target: Target, token_ids: Sequence[int], count: int) -> Tensor:
     """The target's logits after each of the last `count` ids, by one uncached pass: (count, V) float32."""
-    tokens = torch.as_tensor(token_ids, device=target.device)
-    rows = torch.arange(len(tokens), device=target.device)
-    hidden, _ = target(tokens[None], None, Window(rows, rows))
-    return target.logits(hidden[0, -count:]).float()
+    hidden, _ = target.read(token_ids)
+    return target.logits(hidden[-count:]).float()
 
 
 # The audit of greedy answers

@@ -32,7 +32,7 @@ from graphs.masks import BODIES
 from minicast.audit import Audit, first_departure, is_failure
 from minicast.command import DTYPES, Placement, guarded, note_idle_flags, note_no_effect
 from minicast.decode import Decoder, Options, Output
-from minicast.figures import Record, comparison, comparison_lines, located, predictions, round_ms, summarise
+from minicast.figures import Record, comparison, comparison_lines, located, predictions, round_ms, summarise, typical
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
 from minicast.probe import PAPER_PREFIX, Deployment
@@ -226,14 +226,14 @@ def run_plan(decoder: Decoder, plan: Plan, journal: Journal) -> None:
 def conclude(decoder: Decoder, plan: Plan, records: list[Record], **measured) -> Report:
     """The report on finished records, with what takes one more answer; measured: the report's other fields."""
     dtype, first = decoder.target.dtype, plan.questions[0].prompt_ids
-    autoregressive = [record for record in records if record.arm == "ar"]
+    autoregressive = typical([record for record in records if record.arm == "ar"])
     failures = [located(record) for record in records if is_failure(record.departure, dtype)]
     audit = measured["audit"]
     rows = summarise(records, plan.seed)
     return Report(
         depth=decoder.state.depth,
         ar_over_floor=round_ms(autoregressive) / measured["floor"].ms if autoregressive else None,
-        outside_share={
+        outside_share={} if decoder.graphs else {  # a replay calls no model
             str(arm): measure_share(decoder, first, method=arm.method, width=arm.width, **plan.asked(0)).outside
             for arm in plan.arms
         },

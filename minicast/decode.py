@@ -220,11 +220,12 @@ class Decoder:
 
         Raises:
             UsageError: for a request that can't be served
+            ValueError: for a policy whose width is none
             UserError: when the logits of the target, or the scores of the drafter, are not finite
         """
         wanted = Options(**options)
         room, full = self._room(prompt_ids, wanted.max_new_tokens)
-        policy = self._policy(wanted.method, wanted.width, len(prompt_ids), room)
+        policy = self._policy(wanted, len(prompt_ids), room)
         request = self._request(wanted, policy != FixedWidth(0))
         started = time.perf_counter()
         state, output = self.state, Output(stop_reason=full)
@@ -270,20 +271,20 @@ class Decoder:
             state.commit(settled.tokens, request.tap)
             emitted = settled.tokens[1:] + [settled.next_token]
 
-    def _policy(self, method: str | Method, width, prompt_tokens: int, new_tokens: int):
+    def _policy(self, options: Options, prompt_tokens: int, new_tokens: int):
         """What chooses each round's width, see `minicast.width`. The first of a deployment measures costs."""
-        if is_policy(width):
-            return width
-        if isinstance(width, Integral):
-            return FixedWidth(clamp_width(width))
-        own_method = callable(method) and is_own(method)
-        if self.draft is None or new_tokens == 0 or not (own_method or method in ("cast", best_first)):
+        if is_policy(options.width):
+            return options.width
+        if isinstance(options.width, Integral):
+            return FixedWidth(clamp_width(options.width))
+        own_method = callable(options.method) and is_own(options.method)
+        if self.draft is None or new_tokens == 0 or not (own_method or options.method in ("cast", best_first)):
             return FixedWidth(UNINFORMED)
         if self.deployment is None:
             from minicast.probe import Deployment
 
             self.deployment = Deployment(self)
-        return self.deployment.policy(width, own_method, prompt_tokens, new_tokens)
+        return self.deployment.policy(options, own_method, prompt_tokens, new_tokens)
 
     def _request(self, options: Options, drafts: bool) -> Request:
         """What the rounds need of `options`; drafts: the width is not 0 for good."""
@@ -350,7 +351,7 @@ class Decoder:
         if width == 0 and request.method is best_first:  # a policy's pause: the drafter rests
             request = replace(request, method=no_tree)
         state, method = self.state, request.method
-        if state.static and request.tap:  # after rounds without a draft
+        if state.static and request.tap and method is not no_tree:  # after rounds without a draft
             read_features(state, max(state.prefix - state.drafted - (state.depth + 1), 0))
         if not (self.graphs and getattr(method, "capturable", False)):
             return propose(state, request, token_ids, width)
@@ -391,7 +392,7 @@ class Decoder:
     def _clock(self) -> float:
         """Seconds, with the device caught up (paper, Appendix D)."""
         if self.target.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
 

@@ -147,25 +147,28 @@ def summarise(records: Sequence[Record], seed: int) -> list[Row]:
 
 
 def _cells(records: Sequence[Record]) -> Cells:
-    repeats: dict[tuple[str, str, int], list[Record]] = {}
-    for record in records:
-        repeats.setdefault((record.domain, record.arm, record.prompt), []).append(record)
     cells: Cells = {}
-    for (domain, arm, _), same in repeats.items():
-        cells.setdefault((domain, arm), []).extend(typical(same))
+    for record in typical(records):
+        cells.setdefault((record.domain, record.arm), []).append(record)
     return cells
 
 
-def typical(repeats: Sequence[Record]) -> list[Record]:
-    """Of an arm's answers to one prompt, those that count.
+def typical(records: Sequence[Record]) -> list[Record]:
+    """Of an arm's repeated answers to one prompt, those that count.
 
-    Greedy ones have one text and take one time, but for what else the machine did meanwhile: the median one counts, or
-    the two in the middle. Sampled ones are of other texts, and all count.
+    Greedy ones have one text and take one time, but for what else the machine did meanwhile: the one of median decoding
+    time counts, or the two in the middle. Sampled ones are of other texts, and all count.
     """
-    if len({tuple(record.output.token_ids) for record in repeats}) > 1:
-        return list(repeats)
-    ordered = sorted(repeats, key=lambda record: record.output.decode_seconds)
-    return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+    repeats: dict[tuple[str, str, int], list[Record]] = {}
+    for record in records:
+        repeats.setdefault((record.domain, record.arm, record.prompt), []).append(record)
+    counted = []
+    for same in repeats.values():
+        if len({tuple(record.output.token_ids) for record in same}) == 1:
+            same.sort(key=lambda record: record.output.decode_seconds)
+            same = same[(len(same) - 1) // 2 : len(same) // 2 + 1]
+        counted += same
+    return counted
 
 
 def _row(domain: str, arm: str, cells: Cells, seed: int) -> Row:

@@ -88,7 +88,10 @@ class Share:
 
 
 def measure_share(decoder: Decoder, prompt_ids: Sequence[int], **options) -> Share:
-    """Answer once with a clock around every call of a model. On a GPU the clock waits: rounds are slower."""
+    """Answer once with a clock around every call of a model, of a decoder that replays no graphs.
+
+    On a GPU the clock waits: rounds are slower.
+    """
     share, device = Share(), decoder.target.device
     clocked = [(decoder.target, "target", ("forward", "logits"))]
     if decoder.draft:

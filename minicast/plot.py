@@ -21,6 +21,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mode
 
 from minicast.command import guarded
 from minicast.figures import MEAN, chosen_width
@@ -95,12 +96,13 @@ def swept_widths(bench: dict) -> dict[str, dict[int, float]]:
 
 
 def predicted_widths(bench: dict) -> list[int]:
-    """What width "auto" came to: the width most rounds of its answers had, by prompt domain; each once."""
+    """What width "auto" came to: that of most rounds that drafted, by prompt domain, each once; 0 where none did."""
     widths = {}
     for record in bench.get("records", []):
         if record["arm"].endswith("auto"):
             widths.setdefault(record["domain"], []).extend(record["output"]["widths"])
-    return sorted({max(set(each), key=each.count) for each in widths.values() if each})
+    drafted = {domain: [N for N in each if N] or [0] for domain, each in widths.items()}
+    return sorted({mode(each) for each in drafted.values()})
 
 
 def lengths(analysis: dict):

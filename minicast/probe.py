@@ -28,10 +28,11 @@ from minicast.machine import processor
 from minicast.round import MAX_ROWS, Request
 from minicast.tree import Tree
 from minicast.width import (
-    FIT_FROM, MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, RoundWidth, best_drafted,
-    budget, decide, round_times,
+    FIT_FROM, MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, Pace, RoundWidth,
+    best_drafted, budget, decide, round_times,
 )
 from model.default_model import cache_directory
+from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import write_atomically
 from model.linear import Linear
@@ -172,6 +173,7 @@ class Passes:
         state = self.state
         state.prefix = state.tapped = self.prefix
         state.drafted = drafted
+        state.root.zero_()  # a target whose logits are not finite leaves no token there: the answer will tell
         state.P.fill_(self.prefix)
         state.D.fill_(drafted)
 
@@ -308,26 +310,30 @@ class Deployment:
     Attributes:
         curve, curve_file: the pair's mass curve and where it is kept
         costs: by prefix length, as far as asked for
-        back_off: what drafting has earned so far
+        pace: how long rounds take in use
+        back_offs: what drafting has earned so far, by the width asked for
     """
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
         self.curve, self.curve_file = curve_of(decoder)
         self.costs: dict[int, Costs] = {}
-        self.back_off = BackOff()
+        self.pace = Pace()
+        self.back_offs = {width: BackOff(pace=self.pace) for width in ("auto", "round")}
 
-    def policy(self, width: str, own_method: bool, prompt_tokens: int, new_tokens: int):
+    def policy(self, options: Options, own_method: bool, prompt_tokens: int, new_tokens: int):
         """The policy of one answer, for the width "auto" or "round".
 
-        A method that is not ours need not propose best first, and is there to be seen: one width, never AR.
+        A method that is not ours need not propose best first, and is there to be seen: one width, never AR. A curve is
+        learned from trees of the usual rank cap alone: it serves all answers to come.
         """
         costs = self.costs_at(prompt_tokens, new_tokens)
         decision = self.decision(costs)
         if own_method:
             return FixedWidth(max(decision.drafted_width, 1) if decision else UNINFORMED)
-        learn = None if decision else self.learn
-        return policy_of(width, decision, costs, self.decoder.state.buckets, self.back_off, learn)
+        learn = self.learn if decision is None and options.rank_cap == Options.rank_cap else None
+        back_off = self.back_offs[options.width]
+        return policy_of(options.width, decision, costs, self.decoder.state.buckets, back_off, learn)
 
     @torch.no_grad()
     def costs_at(self, prompt_tokens: int, new_tokens: int, reprobe: bool = False) -> Costs:
@@ -403,13 +409,17 @@ def policy_of(
     if width == "auto" and decision:
         return AutoWidth(decision.width, times, back_off)
     rate = max(decision.tokens_per_second.values()) / 1e3 if decision else 1.0 / times[0]
-    return RoundWidth(times, costs.draft_ms, rate, back_off, learn)
+    proposed = MAX_WIDTH if learn else len(times) - 1
+    return RoundWidth(times, costs.draft_ms + costs.overhead_ms(proposed), rate, back_off, learn)
 
 
-def explain(decoder: Decoder, prompt_tokens: int, arguments) -> list[str]:
-    """What --reprobe, --explain and --probe-full of run.py's arguments do, and what they print."""
+def explain(decoder: Decoder, prompt_ids: Sequence[int], arguments) -> list[str]:
+    """What --reprobe, --explain and --probe-full of run.py's arguments do, and what they print.
+
+    UsageError for a prompt that cannot be answered.
+    """
+    sizes = len(prompt_ids), decoder._room(prompt_ids, arguments.max_new_tokens)[0]
     decoder.deployment = Deployment(decoder)
-    sizes = prompt_tokens, arguments.max_new_tokens
     if arguments.reprobe:
         decoder.deployment.costs_at(*sizes, reprobe=True)
     lines = decoder.deployment.lines(*sizes) if arguments.explain else []
@@ -433,7 +443,7 @@ def cost_key(decoder: Decoder, prefix: int) -> dict:
         "dtype": str(target.dtype),
         "target": repr(target.config),
         "draft": repr(draft.config),
-        "draft_vocabulary": None if draft.vocabulary is None else len(draft.vocabulary),
+        "draft_vocabulary": scored_tokens(draft),
         "weight_bytes": sum(layer.weight_bytes() for layer in layers),
         "attention": type(state.body).__name__,
         "compiled": state.body.layer is not None,
@@ -450,10 +460,15 @@ def device_name(decoder: Decoder) -> str:
 
 
 def pair_digest(decoder: Decoder) -> str:
-    """Names a pair by its shapes and by its norms' weights, which no two trained models share."""
+    """Names a pair by its shapes, the tokens scored, and its norms' weights, which no two trained models share."""
     norms = [decoder.target.norm.weight, decoder.draft.norm.weight, decoder.draft.hidden_norm.weight]
     weights = [weight.float().tolist() for weight in norms]
-    return digest([repr(decoder.target.config), repr(decoder.draft.config), weights])
+    return digest([repr(decoder.target.config), repr(decoder.draft.config), scored_tokens(decoder.draft), weights])
+
+
+def scored_tokens(draft: DraftHead) -> int | None:
+    """How many tokens the head scores; None: all."""
+    return None if draft.vocabulary is None else len(draft.vocabulary)
 
 
 def digest(values) -> str:

@@ -125,11 +125,10 @@ def record(
 ) -> Recording:
     """Draft at every position of the target's own greedy answer. The domain is only noted."""
     tokens = torch.tensor([*prompt_ids, *answer], device=target.device)
-    rows = torch.arange(tokens.shape[0] - 1, device=target.device)
-    _, features = target(tokens[None, :-1], None, Window(rows, rows), draft.taps)
-    anchors = rows[len(prompt_ids) :]
+    _, features = target.read(tokens[:-1], draft.taps)
+    anchors = torch.arange(len(prompt_ids), len(tokens) - 1, device=target.device)
     sizes = (draft.block_size, max(draft.block_size // 2, 2))
-    drafts = [draft_at(target, draft, features, tokens, anchors, size) for size in sizes]
+    drafts = [draft_at(target, draft, features[None], tokens, anchors, size) for size in sizes]
     return Recording(domain, list(answer), *drafts)
 
 
@@ -174,7 +173,7 @@ def draft_blocks(
     hidden = draft(blocks.flatten()[None], cache, window, target)[0]  # (A · size - 1, H): not the first row
     masked = block * size + offsets.repeat(count) - 1
     hidden = hidden[masked[offsets.repeat(count) > 0]]
-    return torch.log_softmax(target.logits(hidden), dim=-1)
+    return draft.log_q(hidden, target)
 
 
 # Replaying

@@ -94,7 +94,8 @@ class Report:
         yield f"best-first tree, 127 nodes, depth 15, 8 ranks: {self.tree_builder_ms:.3f} ms without ranking"
         yield (
             "ms a token: decoding time over new tokens; the clock opens after prefill and, where something "
-            "is drafted, after the first draft; speedup t_AR / t, gain t_DFlash / t - 1. Mean of prompts: of "
+            "is drafted, after the first draft; speedup t_AR / t, gain t_DFlash / t - 1. Of repeats with "
+            "one text that of median decoding time counts, with its wall time. Mean of prompts: of "
             "their own ratios, with a 95 % bootstrap interval where there are several. The mean row averages "
             "the domains' ratios. Break-even: the R at which a round would only just pay. R - R of DFlash: mean "
             "over prompts of the difference, with such an interval"

@@ -90,10 +90,7 @@ class State:
         self.depth = draft.block_size - 1 if draft else 0
         device = target.device
         self.visits = device.type == "cpu" and not body.static
-        self.P = torch.zeros(1, dtype=torch.int64, device=device)
-        self.D = torch.zeros(1, dtype=torch.int64, device=device)
-        self.root = torch.zeros(1, dtype=torch.int64, device=device)
-        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self.P, self.D, self.root, self.seed = torch.zeros(4, 1, dtype=torch.int64, device=device)
         self.rows = torch.arange(max(MAX_ROWS, PREFILL_ROWS), device=device)
         self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self.parents = self.rows[:MAX_ROWS].clone()
@@ -232,6 +229,7 @@ def pack(state: State, tree: Tree) -> None:
     if state.buckets:  # padding rows see themselves alone, at b's position
         state.parents[n:] = rows[n:]
         state.depths[n:].zero_()
+        state.log_mass[n:].zero_()
         state.visible[n:] = torch.eye(MAX_ROWS, dtype=torch.bool, device=rows.device)[n:]
 
 

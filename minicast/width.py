@@ -120,18 +120,11 @@ def best_drafted(masses: Sequence[float], times: Sequence[float]) -> int:
     return max(stops, key=lambda N: (throughput[N], N), default=0)
 
 
-def best_width(masses: Sequence[float], times: Sequence[float]) -> int:
-    """The best drafted width if it beats AR, else 0. For a width a round: its times are known before."""
-    N = best_drafted(masses, times)
-    return N if (1.0 + sum(masses[:N])) / times[N] > 1.0 / times[0] else 0
-
-
 def stopping_width(
     masses: Sequence[float], cost: CostModel, draft_ms: float, overhead_ms: Overhead = 0.0
 ) -> int:
     """N* in 0..len(masses); masses are probabilities, best first. 0 is AR, which also wins a tie."""
-    masses = [float(mass) for mass in masses]
-    return best_width(masses, round_times(cost, len(masses), draft_ms, overhead_ms))
+    return decide(masses, cost, draft_ms, overhead_ms).width
 
 
 # The rule explained
@@ -190,7 +183,7 @@ def decide(
     chain_masses: Sequence[float] = (),
     accepted: Sequence[float] = (),
 ) -> Decision:
-    """stopping_width with its reasons.
+    """N* with its reasons.
 
     The scores rank candidates well and promise too much. So where it is known how often rounds accepted the
     candidate of each rank, that decides between drafting and AR; how wide to draft, the masses do (paper).
@@ -392,9 +385,10 @@ class RoundWidth:
 
     It reads the masses on the host, on a GPU one wait a round more.
 
-    times: round_times up to MAX_WIDTH; draft_ms: the part that a round has spent when its masses are known
+    times: round_times, as far as costs are known: no tree is wider
+    draft_ms: the part that a round has spent when its masses are known
     rate: tokens a ms that the decoder makes otherwise, the price of time
-    look: shown every proposed tree, to learn from it
+    look: shown every proposed tree, to learn from it; these are as wide as can be
     """
 
     times: Sequence[float]
@@ -407,14 +401,14 @@ class RoundWidth:
     @property
     def width(self) -> int:
         self._drafted = self.back_off.drafting
-        return MAX_WIDTH if self._drafted else 0
+        return 0 if not self._drafted else MAX_WIDTH if self.look else len(self.times) - 1
 
     def keep(self, tree: Tree) -> int:
         if tree.width == 0:
             return 0
         if self.look:
             self.look(tree)
-        return paying_width(tree.log_mass.exp().tolist(), self.times, self.draft_ms, self.rate)
+        return paying_width(tree.log_mass.exp().tolist()[: len(self.times) - 1], self.times, self.draft_ms, self.rate)
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
         predicted = self.draft_ms + self.times[0] if self._drafted and width == 0 else self.times[width]

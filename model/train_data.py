@@ -213,12 +213,10 @@ class ReadingCache:
 @torch.no_grad()
 def read(target: Target, example: Example, taps: Sequence[int]) -> Reading:
     """One pass of the target over prompt and response."""
-    tokens = torch.tensor([example.tokens], device=target.device)
-    positions = torch.arange(tokens.shape[1], device=target.device)
-    hidden, features = target(tokens, None, Window(positions, positions), taps)
-    rows = hidden[0, len(example.prompt) - 1 : -1]  # the row before a position predicts it
+    hidden, features = target.read(example.tokens, taps)
+    rows = hidden[len(example.prompt) - 1 : -1]  # the row before a position predicts it
     top = torch.softmax(target.logits(rows).float(), -1).topk(min(LABELS, target.vocab_size))
-    return Reading(features[0].bfloat16().cpu(), top.indices.int().cpu(), top.values.half().cpu())
+    return Reading(features.bfloat16().cpu(), top.indices.int().cpu(), top.values.half().cpu())
 
 
 # ---- what a step sees ----

@@ -30,8 +30,8 @@ class Window:
     Attributes:
         slots: (T,) int64, cache slots written, one a row
         positions: (T,) int64, RoPE positions; siblings in a tree share one
-        mask: (T, live) bool, true where a row may look; CAUSAL, the lower triangle, where T is `live`; None: every
-            row sees all `live` slots
+        mask: (T, live) bool, or anything that broadcasts to (B, Hq, T, live), true where a row may look; CAUSAL, the
+            lower triangle, where T is `live`; None: every row sees all `live` slots; what `body` reads, if there is one
         live: slots that exist for this pass, a host int that bounds what is read. None: the whole cache is
             read and `mask` is (T, S), so that nothing depends on a host value
         body: attention over (q, keys, values, mask); None: scaled dot-product attention
@@ -131,7 +131,7 @@ class RMSNorm(nn.Module):
 
 
 def dot_product_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | str | None) -> Tensor:
-    """q (B, Hq, T, D) over keys and values (B, Hkv, M, D) -> (B, Hq, T, D); mask (T, M) bool, CAUSAL (T = M) or None."""
+    """q (B, Hq, T, D) over keys and values (B, Hkv, M, D) -> (B, Hq, T, D); mask (…, T, M) bool, CAUSAL (T = M) or None."""
     seen = mask if isinstance(mask, Tensor) else None
     if q.shape[2] == 1:  # heads that share keys become rows of one product: six times as fast in bfloat16 on a CPU
         rows = q[:, :, 0].unflatten(1, (keys.shape[1], -1))  # (B, Hkv, Hq / Hkv, D)
@@ -270,8 +270,8 @@ class Target(nn.Module):
         return self.lm_head(hidden)
 
     @torch.no_grad()
-    def score(self, token_ids: Sequence[int] | Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """One uncached causal pass over token_ids (T,) -> logits (T, V), tap features (T, len(taps)·H) or None.
+    def read(self, token_ids: Sequence[int] | Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """One uncached causal pass over token_ids (T,) -> hidden states (T, H), tap features (T, len(taps)·H) or None.
 
         UsageError for a tap that is no layer.
         """
@@ -280,7 +280,12 @@ class Target(nn.Module):
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)[None]
         positions = torch.arange(tokens.shape[1], device=self.device)
         hidden, features = self(tokens, None, Window(positions, positions), taps)
-        return self.logits(hidden)[0], None if features is None else features[0]
+        return hidden[0], None if features is None else features[0]
+
+    def score(self, token_ids: Sequence[int] | Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """As `read`, with logits (T, V) in the place of hidden states."""
+        hidden, features = self.read(token_ids, taps)
+        return self.logits(hidden), features
 
 
 def lay_out(model: nn.Module, compiled: bool) -> None:

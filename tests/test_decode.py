@@ -295,6 +295,21 @@ def test_non_finite_logits_are_an_error_and_do_not_poison_the_next_request(model
     assert torch.equal(target.norm.weight.data, good)
 
 
+@pytest.mark.parametrize("body", BODIES)
+def test_a_drafter_that_recovers_is_not_blamed_again(body):
+    """Scores of a wide round that were not finite lay behind the rows of a narrower one, as padding."""
+    target, draft = tiny_target(), tiny_draft()
+    decoder = Decoder(target, draft, attention=body, max_length=128)
+    good = draft.norm.weight.data.clone()
+    draft.norm.weight.data[0] = torch.nan
+    with pytest.raises(UserError, match="drafter gave non-finite scores"):
+        decoder.generate(prompt_of(6), width=63, max_new_tokens=30)
+    draft.norm.weight.data.copy_(good)
+    expected = autoregressive(target, prompt_of(6), 20).token_ids
+    for width in (20, 15, 63):
+        assert decoder.generate(prompt_of(6), width=width, max_new_tokens=20).token_ids == expected
+
+
 def test_the_mask_token_is_a_token_like_any_other(models):
     """Stripping it, or stopping on it, by value loses text when the target really emits it."""
     target = models[0]
@@ -696,10 +711,14 @@ def test_the_drafter_reads_all_that_a_long_pause_left(body):
     resting = Fixed(0, 0)
     decoder = Decoder(target, draft, attention=body, max_length=64)
     rounds = decoder.stream(prompt_of(9), width=resting, max_new_tokens=700)
+    passes, extend = [], draft.extend
+    draft.extend = lambda *arguments: passes.append(arguments) or extend(*arguments)
     for _ in range(650):
         next(rounds)
+    assert len(passes) == 1  # the prompt: it rests
     resting.width = 3
     next(rounds)
+    del draft.extend
     state = decoder.state
     assert state.drafted > 650
     steady = Decoder(target, draft)

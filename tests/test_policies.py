@@ -11,7 +11,7 @@ from minicast.policies import by_domain, compare, decode_ms
 from minicast.probe import Costs, costs_file
 from minicast.replay import EVERYTHING, Replayable
 from minicast.width import AutoWidth, BackOff, FixedWidth, RoundWidth
-from test_replay import PROMPTS, TOKENS, models, recorded  # noqa: F401  models is a fixture
+from test_replay import PROMPTS, TOKENS, models, names, recorded  # noqa: F401  fixtures
 
 COSTS = Costs((1, 4, 8, 16), (10.0, 11.0, 13.0, 20.0), (3.0, 4.0))
 TIMES = COSTS.times(())

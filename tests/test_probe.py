@@ -5,13 +5,15 @@ Tests that ask what is decided replace the clock's figures by a table: no decisi
 
 import json
 from statistics import linear_regression
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from graphs.masks import TILE
 from minicast import probe
 from minicast.curve import MassCurve
-from minicast.decode import Decoder
+from minicast.decode import Decoder, Options
 from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, Timings, interleaved
 from minicast.round import BUCKETS
 from minicast.tree import best_first_tree, chain_tree
@@ -67,6 +69,7 @@ def table(monkeypatch):
     table = Table()
     table.asked = []
     monkeypatch.setattr(probe, "interleaved", table.interleaved)
+    monkeypatch.setattr(probe.Pace, "correction", 1.0)  # rounds take what the table says, not what they do here
     return table
 
 
@@ -283,7 +286,7 @@ def test_a_curve_is_learned_kept_and_used(target, draft, table):
         decoder.deployment.learn(best_first_tree(log_q, MAX_WIDTH))
     learned = decoder.deployment.curve
     for one in (decoder, Decoder(target, draft)):
-        policy = one._policy("cast", "auto", 5, 60)
+        policy = one._policy(Options("cast", "auto"), 5, 60)
         assert isinstance(policy, AutoWidth) and policy.best >= DEPTH
     again = Decoder(target, draft)
     again.generate(prompt_of(5), max_new_tokens=2)
@@ -291,6 +294,45 @@ def test_a_curve_is_learned_kept_and_used(target, draft, table):
     other = tiny_draft(seed=7, context=512)
     stranger = Deployment(Decoder(target, other))
     assert stranger.curve.rounds == 0  # another head of the same shapes
+
+
+def test_a_curve_is_learned_from_usual_trees_alone(target, draft, table):
+    """It serves answers to come, so no request's own rank cap, nor a head that scores few tokens, may shape it."""
+    decoder = Decoder(target, draft)
+    decoder.generate(prompt_of(5), max_new_tokens=20, rank_cap=1)
+    assert decoder.deployment.curve.rounds == 0
+    restricted = tiny_draft(context=512)
+    restricted.restrict(list(range(100)), target)
+    names = {probe.pair_digest(Decoder(target, head)) for head in (draft, restricted)}
+    assert len(names) == 2
+
+
+def test_auto_and_round_do_not_share_a_purse(target, draft, table):
+    """What one of them saved is not the other's to lose; how long rounds take is the same for both."""
+    ship(draft, accepted=GOOD)
+    decoder = Decoder(target, draft)
+    one, other = (decoder._policy(Options("cast", width), 5, 60).back_off for width in ("auto", "round"))
+    assert one is not other and one.pace is other.pace
+
+
+def test_a_target_that_is_not_finite_is_told_by_the_answer(target, draft, table):
+    """The probe runs first, and has no token to go on with either."""
+    ship(draft)
+    broken = tiny_target(context=512)
+    broken.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(UserError, match="non-finite logits"):
+        Decoder(broken, draft).generate(prompt_of(5), max_new_tokens=9)
+
+
+def test_explaining_reserves_what_the_answer_may_take(target, draft, table):
+    """More new tokens than the context holds are no reason for more memory; a prompt that is too long is refused."""
+    ship(draft)
+    decoder = Decoder(target, draft)
+    asked = SimpleNamespace(max_new_tokens=10**7, reprobe=True, explain=True, probe_full=False)
+    assert probe.explain(decoder, prompt_of(5), asked)
+    assert decoder.state.slots <= target.context + 2 * MAX_WIDTH + TILE
+    with pytest.raises(UsageError, match="context"):
+        probe.explain(decoder, prompt_of(600), asked)
 
 
 # Policies
@@ -322,7 +364,7 @@ def test_costly_verification_is_ar(target, draft, table, monkeypatch):
     ship(draft, [0.5 * 0.8**n for n in range(MAX_WIDTH)])
     table.ms = STEEP
     decoder = Decoder(target, draft)
-    policy = decoder._policy("cast", "auto", 9, 20)
+    policy = decoder._policy(Options("cast", "auto"), 9, 20)
     assert policy == FixedWidth(0)
     monkeypatch.setattr(draft, "forward", None)  # a draft would fail
     out = decoder.generate(prompt_of(9), max_new_tokens=20)
@@ -335,7 +377,7 @@ def test_costly_verification_is_ar(target, draft, table, monkeypatch):
 
 def test_flat_cost_is_a_wide_tree(target, draft, table):
     ship(draft)
-    policy = Decoder(target, draft)._policy("cast", "auto", 9, 20)
+    policy = Decoder(target, draft)._policy(Options("cast", "auto"), 9, 20)
     assert isinstance(policy, AutoWidth) and policy.width > 60
 
 
@@ -348,14 +390,14 @@ def test_which_methods_get_which_policy(target, draft, table):
     for method in ("ar", "dflash"):
         decoder.generate(prompt_of(5), method=method, max_new_tokens=3)
     assert table.asked == []
-    policy = decoder._policy(own, "auto", 5, 9)
+    policy = decoder._policy(Options(own, "auto"), 5, 9)
     assert isinstance(policy, FixedWidth) and policy.width > 0
-    assert isinstance(decoder._policy("cast", "round", 5, 9), RoundWidth)
+    assert isinstance(decoder._policy(Options("cast", "round"), 5, 9), RoundWidth)
     ship(draft, [0.1] * MAX_WIDTH)
     table.ms = STEEP
     decoder = Decoder(target, draft, max_length=64)
-    assert decoder._policy("cast", "auto", 300, 9).width == 0
-    assert decoder._policy(own, "auto", 300, 9).width > 0
+    assert decoder._policy(Options("cast", "auto"), 300, 9).width == 0
+    assert decoder._policy(Options(own, "auto"), 300, 9).width > 0
     with pytest.raises(UsageError, match="width must be auto, round, .* got 'wide'"):
         decoder.generate(prompt_of(5), width="wide")
     with pytest.raises(UsageError, match="draft head"):
@@ -381,5 +423,5 @@ def test_a_pair_that_was_recorded_to_pay_is_doubted_later(target, draft, table, 
     """Scores promise, records tell: with promises alone, or a record that speaks against drafting, an answer may lose
     less before drafting pauses."""
     ship(draft, [0.9] * MAX_WIDTH, accepted=accepted)
-    policy = Decoder(target, draft)._policy("cast", "round", 5, 9)
+    policy = Decoder(target, draft)._policy(Options("cast", "round"), 5, 9)
     assert policy.back_off.purse == budget

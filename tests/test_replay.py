@@ -25,12 +25,17 @@ PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 7, 0, 11, 9, 2, 6])
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def names(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     target = write_tiny_target(directory / "target", vocab_size=VOCABULARY, max_position_embeddings=128)
     mask = {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [0, 1]}
     draft = write_tiny_draft(directory / "draft", vocab_size=VOCABULARY, dflash_config=mask)
-    return load_target(str(target)), load_draft(str(draft))
+    return str(target), str(draft)
+
+
+@pytest.fixture(scope="module")
+def models(names):
+    return load_target(names[0]), load_draft(names[1])
 
 
 def recorded(models, prompt, stop_ids=()):
@@ -46,6 +51,22 @@ def answers(models):
 
 
 # Against the decoder
+
+def test_scores_in_half_precision_are_the_decoders(names):
+    """Rounded to 16 bits they would tie, and rank, where the decoder's do not."""
+    target, draft = (load(name, torch.bfloat16) for load, name in zip((load_target, load_draft), names))
+    drafts = recorded((target, draft), PROMPTS[0]).drafts
+    decoder, first = Decoder(target, draft), []
+
+    def watching(proposal):
+        log_q = proposal.draft()
+        first.append(log_q)
+        return chain_tree(log_q, 1)
+
+    decoder.generate(PROMPTS[0], method=watching, max_new_tokens=3)
+    ranked = first[0].sort(dim=1, descending=True).values
+    assert ranked[0].unique().numel() == drafts.log_q[0, 0].unique().numel() == VOCABULARY
+    assert torch.allclose(drafts.log_q[0, 0], ranked[0], atol=0.02)
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_rounds_are_those_of_the_decoder(models, stop):

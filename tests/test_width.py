@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from dataclasses import replace
 from itertools import accumulate
 from math import ceil, exp, log
 from types import SimpleNamespace
@@ -446,7 +447,8 @@ def test_round_widths_pay_off_in_the_long_run():
 def test_round_width_keeps_what_pays():
     """A sure round is verified whole, an unsure one not at all, and the back-off is charged for the draft."""
     policy = RoundWidth([10.0, 14.0, 16.0], draft_ms=3.0, rate=0.1, back_off=BackOff())
-    assert policy.width == MAX_WIDTH
+    assert policy.width == 2  # no wider tree has a known cost
+    assert replace(policy, look=print).width == MAX_WIDTH  # but who learns from trees wants all of them
     assert policy.keep(tree_of([0.9, 0.8])) == 2
     assert policy.keep(tree_of([0.5, 0.1])) == 1
     assert policy.keep(tree_of([0.05, 0.01])) == 0
