@@ -33,9 +33,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("decoding")
     group.add_argument("--max-new-tokens", type=at_least(0), default=256, metavar="N", help="default: %(default)s")
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    group.add_argument("--top-k", type=at_least(1), metavar="K")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--top-k", type=at_least(1), metavar="K", help="sample from the K likeliest tokens; default: all")
+    group.add_argument("--top-p", type=float, metavar="P", help="and from as few as have mass P; default: 1")
+    group.add_argument("--seed", type=int, default=0, help="of samples; default: %(default)s")
     group.add_argument("--method", choices=METHODS, default="cast", help="default: %(default)s")
     group.add_argument("--width", type=at_least(0, auto="auto", round="round"), default="auto", metavar="N",
                        help="nodes of cast's tree, at most 127; auto, the default: as many as pay on this machine; "
@@ -115,9 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     drafts = arguments.compare or probes or not autoregressive
     note_idle_flags("run.py", arguments, METHODS if arguments.compare else (arguments.method,), drafts)
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
-    if drafts and choice.pair and choice.pair.thinking != arguments.enable_thinking:
-        trained = f"the head of {choice.pair.name} was trained with{'' if choice.pair.thinking else 'out'}"
-        print(f"run.py: {trained} --enable-thinking: expect short rounds", file=sys.stderr)
+    choice.note_thinking("run.py", arguments.enable_thinking)
     tokenizer = choice.tokenizer()
     if arguments.chat:
         from minicast.chat import Chat, Conversation

@@ -32,7 +32,7 @@ from graphs.masks import BODIES
 from minicast.audit import Audit, first_departure, is_failure
 from minicast.command import DTYPES, Placement, guarded, note_idle_flags, note_no_effect
 from minicast.decode import Decoder, Options, Output
-from minicast.figures import Record, comparison, comparison_lines, located, predictions, round_ms, summarise, typical
+from minicast.figures import Record, comparison, comparison_lines, located, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
 from minicast.probe import PAPER_PREFIX, Deployment
@@ -41,7 +41,7 @@ from minicast.report import Report, commit, environment
 from minicast.subject import HEAD, PREFIX, Subject
 from minicast.width import MAX_WIDTH
 from model.errors import UsageError, UserError
-from model.files import check_directory, write_atomically
+from model.files import check_file, write_atomically
 from model.random_weights import SHAPES
 
 WARM_UP_TOKENS = 16
@@ -136,6 +136,8 @@ def show_comparison(
         for line in comparison_lines(records):
             screen.write(line + "\n")
     if ended:
+        missing = ", ".join(str(arm) for arm in arms if arm not in outputs)
+        print(f"run.py: stopped, not measured: {missing}", file=sys.stderr)
         raise ended
     return 1 if any(is_failure(record.departure, decoder.target.dtype) for record in records) else 0
 
@@ -226,7 +228,7 @@ def run_plan(decoder: Decoder, plan: Plan, journal: Journal) -> None:
 def conclude(decoder: Decoder, plan: Plan, records: list[Record], **measured) -> Report:
     """The report on finished records, with what takes one more answer; measured: the report's other fields."""
     dtype, first = decoder.target.dtype, plan.questions[0].prompt_ids
-    autoregressive = typical([record for record in records if record.arm == "ar"])
+    autoregressive = [record for record in records if record.arm == "ar"]
     failures = [located(record) for record in records if is_failure(record.departure, dtype)]
     audit = measured["audit"]
     rows = summarise(records, plan.seed)
@@ -252,13 +254,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     def methods(text: str) -> list[str]:
         names = text.split(",")
         if not set(names) <= set(METHODS) or len(set(names)) < len(names):
-            raise argparse.ArgumentTypeError(f"must be some of {','.join(METHODS)}, got {text}")
+            raise argparse.ArgumentTypeError(f"must be some of {','.join(METHODS)}, each once, got {text!r}")
         return names
 
     def widths(text: str) -> list[int | str]:
         values = [at_least(1, auto="auto", round="round")(name) for name in text.split(",")]
         if len(set(values)) < len(values) or any(N > MAX_WIDTH for N in values if isinstance(N, int)):
-            raise argparse.ArgumentTypeError(f"must be auto, round or from 1 to {MAX_WIDTH}, each once, got {text}")
+            raise argparse.ArgumentTypeError(f"must be auto, round or from 1 to {MAX_WIDTH}, each once, got {text!r}")
         return values
 
     parser = Parser(prog="python -m minicast.bench", description=__doc__.splitlines()[0])
@@ -267,7 +269,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         "own, else the file's name; default: a small set of our own")
     parser.add_argument("--limit", type=at_least(1), metavar="K", help="only a domain's first K prompts")
     parser.add_argument("--methods", type=methods, default=list(METHODS), help="default: ar,dflash,cast")
-    parser.add_argument("--width", "--widths", dest="widths", type=widths, default=[15], metavar="N,N,...",
+    parser.add_argument("--widths", "--width", dest="widths", type=widths, default=[15], metavar="N,N,...",
                         help="of cast, an arm each: numbers, auto (one that pays on this machine) or round "
                         "(one for each round); default: 15")
     parser.add_argument("--max-new-tokens", type=each_once(2), default=[128], metavar="N,N,...",
@@ -311,7 +313,23 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return guarded("bench", lambda: run(arguments, sys.argv[1:] if argv is None else argv))
+    if arguments.gpu_check:
+        stopped = "the stages that were finished are in the directory of --out"
+    elif arguments.out:
+        stopped = "the same command goes on after the prompts that were finished"
+    else:
+        stopped = "nothing is kept: with --out FILE.json the same command would go on"
+    return guarded("bench", lambda: run(arguments, sys.argv[1:] if argv is None else argv), stopped)
+
+
+def check_outputs(file: Path) -> None:
+    """UsageError where the JSON file or the table beside it cannot be put; a note where there is one already."""
+    if file.suffix == ".md":
+        raise UsageError(f"--out {file}: name the JSON file, the table is written beside it")
+    for path in (file, file.with_suffix(".md")):
+        check_file(path, "--out")
+    if file.exists():
+        print(f"bench: {file} will be replaced", file=sys.stderr)
 
 
 def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
@@ -324,12 +342,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     options = {name: getattr(arguments, name) for name in ("verifier", *SAMPLING)}
     if not Options(**options).sampling.greedy and arguments.audit:  # checked before anything is loaded
         raise UsageError("--audit compares with the target's best token: leave out --temperature")
-    if arguments.out and arguments.out.is_dir():
-        raise UsageError(f"--out {arguments.out} is a directory: name a file in it")
-    if arguments.out and arguments.out.suffix == ".md":  # the table's own place
-        raise UsageError(f"--out {arguments.out}: name the JSON file, the table is written beside it")
     if arguments.out:
-        check_directory(arguments.out.parent, "--out")
+        check_outputs(arguments.out)
     arms = [
         Arm(method, width)
         for method in arguments.methods

@@ -26,8 +26,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # "illegal memory access" is none of these
 
 
-def guarded(program: str, run: Callable[[], int]) -> int:
-    """The exit status of `run()`. What a user can cause ends in one line on stderr, never in a traceback."""
+def guarded(program: str, run: Callable[[], int], stopped: str = "") -> int:
+    """The exit status of `run()`. What a user can cause ends in one line on stderr, never in a traceback.
+
+    stopped: what there is to know after Ctrl-C
+    """
     warnings.showwarning = lambda message, *where: print(f"{program}: {message}", file=sys.stderr)
     try:
         with watched_streams(), interruptible():
@@ -39,6 +42,8 @@ def guarded(program: str, run: Callable[[], int]) -> int:
         complain(f"{program}: cannot write to stdout: {error}")
         return 1
     except KeyboardInterrupt:
+        if stopped:
+            complain(f"{program}: stopped; {stopped}")
         return INTERRUPTED
     except BrokenPipeError:  # the reader, `head` perhaps, has enough
         return 0
@@ -122,7 +127,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    if device is None or device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
         raise UsageError(f"--device {name}: choose auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
@@ -163,6 +168,12 @@ class Choice:
         if draft is not None:
             hub.check_name(draft, "draft")  # before the target is loaded
         return cls(target, pair.name if draft is None else draft, pair)
+
+    def note_thinking(self, program: str, enabled: bool) -> None:
+        """Say so where the head was trained on answers of the other mode of the chat template."""
+        if self.draft and self.pair and self.pair.thinking != enabled:
+            trained = f"the head of {self.pair.name} was trained with{'' if self.pair.thinking else 'out'}"
+            print(f"{program}: {trained} --enable-thinking: expect short rounds", file=sys.stderr)
 
     def source(self) -> str:
         """Where the weights come from, for people."""

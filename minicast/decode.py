@@ -224,6 +224,7 @@ class Decoder:
             UserError: when the logits of the target, or the scores of the drafter, are not finite
         """
         wanted = Options(**options)
+        prompt_ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else prompt_ids
         room, full = self._room(prompt_ids, wanted.max_new_tokens)
         policy = self._policy(wanted, len(prompt_ids), room)
         request = self._request(wanted, policy != FixedWidth(0))
@@ -305,9 +306,8 @@ class Decoder:
         length, context = len(prompt_ids), self.target.context
         if length == 0:
             raise UsageError("the prompt has no tokens; give at least one")
-        flat = not isinstance(prompt_ids, str) and getattr(prompt_ids, "ndim", 1) == 1
-        if not flat or not all(0 <= token < self.target.vocab_size for token in prompt_ids):
-            raise UsageError(f"the prompt must be ids of the target's vocabulary of {self.target.vocab_size} tokens")
+        if not all(isinstance(token, Integral) and 0 <= token < self.target.vocab_size for token in prompt_ids):
+            raise UsageError(f"the prompt must be ids of the vocabulary of {self.target.vocab_size}: see encode_chat")
         if length > context:
             raise UsageError(f"the prompt has {length} tokens, the target's context is {context}; shorten the prompt")
         return min(max_new_tokens, context - length), "length" if max_new_tokens <= context - length else "context"

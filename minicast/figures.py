@@ -1,9 +1,10 @@
 """From measured answers to figures: ms a token, R, speedup, gain, intervals, tables (paper, Appendix D).
 
 Definitions are the paper's. ms a token, t, is decoding time over new tokens, of a domain's prompts together;
-speedup is t_AR / t, gain t_DFlash / t - 1, and an average is the mean of the domains' ratios. Of a prompt's
-repeats the median one counts, where all have the same text. The mean of the prompts' own ratios has a 95 %
-interval from a bootstrap that resamples prompts, so that a prompt's two times stay together.
+speedup is t_AR / t, gain t_DFlash / t - 1, and an average is the mean of the domains' ratios. A prompt's own
+ratio is the median over its repeats, whose two answers were timed one soon after the other: a slow moment of the
+machine, or a slow minute, changes it little. The mean of these has a 95 % interval from a bootstrap that
+resamples prompts.
 
 It is arithmetic on records: it decodes nothing and reads no clock.
 """
@@ -118,9 +119,9 @@ class Prediction:
         arm: which chose its width
         width: N of most rounds that drafted; 0, AR: none did
         drafted: share of rounds that drafted
-        speedup: over AR
+        speedup: over AR, the mean of prompts
         oracle, oracle_speedup: the fastest arm of a fixed width; AR is one, with N = 0
-        gap: how far the oracle is ahead, in points, hundredths of a speedup; prompt_gap: of prompts, the mean
+        gap: how far the oracle is ahead, in points, hundredths of a speedup
         gain_gap: the same in hundredths of a gain over DFlash; None without it
     """
 
@@ -131,8 +132,7 @@ class Prediction:
     speedup: float
     oracle: str
     oracle_speedup: float
-    gap: float
-    prompt_gap: Estimate | None
+    gap: Estimate | None
     gain_gap: float | None
 
 
@@ -148,27 +148,9 @@ def summarise(records: Sequence[Record], seed: int) -> list[Row]:
 
 def _cells(records: Sequence[Record]) -> Cells:
     cells: Cells = {}
-    for record in typical(records):
+    for record in records:
         cells.setdefault((record.domain, record.arm), []).append(record)
     return cells
-
-
-def typical(records: Sequence[Record]) -> list[Record]:
-    """Of an arm's repeated answers to one prompt, those that count.
-
-    Greedy ones have one text and take one time, but for what else the machine did meanwhile: the one of median decoding
-    time counts, or the two in the middle. Sampled ones are of other texts, and all count.
-    """
-    repeats: dict[tuple[str, str, int], list[Record]] = {}
-    for record in records:
-        repeats.setdefault((record.domain, record.arm, record.prompt), []).append(record)
-    counted = []
-    for same in repeats.values():
-        if len({tuple(record.output.token_ids) for record in same}) == 1:
-            same.sort(key=lambda record: record.output.decode_seconds)
-            same = same[(len(same) - 1) // 2 : len(same) // 2 + 1]
-        counted += same
-    return counted
 
 
 def _row(domain: str, arm: str, cells: Cells, seed: int) -> Row:
@@ -229,7 +211,8 @@ def predictions(records: Sequence[Record], rows: Sequence[Row], seed: int) -> li
     None without AR and a swept width to compare with.
     """
     cells = _cells(records)
-    speedups = {(row.domain, row.arm): 1.0 if row.arm == "ar" else row.speedup for row in rows}
+    speedups = {(row.domain, row.arm): row.prompt_speedup and row.prompt_speedup.mean for row in rows}
+    speedups |= {(row.domain, "ar"): 1.0 for row in rows}
     domains = list(dict.fromkeys(record.domain for record in records))
     arms = list(dict.fromkeys(arm for _, arm in cells))
     swept = [arm for arm in arms if arm == "ar" or chosen_width(arm).isdigit()]
@@ -260,7 +243,7 @@ def _prediction(
     drafted = [N for N in widths if N > 0]
 
     def gap(ar: Sequence[Record], best: Sequence[Record], own: Sequence[Record]) -> float | None:
-        speeds = [over(ms_per_token(ar), ms_per_token(records)) for records in (best, own)]
+        speeds = [repeat_ratio(ar, records) for records in (best, own)]
         return None if None in speeds else 100 * (speeds[0] - speeds[1])
 
     return Prediction(
@@ -271,8 +254,7 @@ def _prediction(
         speedup=speedups[domain, arm],
         oracle=oracle,
         oracle_speedup=speedups[domain, oracle],
-        gap=statistics.fmean(ahead),
-        prompt_gap=bootstrap(
+        gap=bootstrap(
             [per_prompt(gap, *(cells[member, each] for each in ("ar", oracle, arm))) for member in members],
             seed,
         ),
@@ -329,8 +311,18 @@ def per_prompt(figure: Callable[..., float | None], *arms: Sequence[Record]) -> 
 def prompt_ratios(
     reference: Sequence[Record], own: Sequence[Record], timer: str = "decode_seconds"
 ) -> Tensor:
-    """(prompts,) float64: each prompt's ms a token by `reference` over that by `own`."""
-    return per_prompt(lambda *both: over(*(ms_per_token(records, timer) for records in both)), reference, own)
+    """(prompts,) float64: each prompt's ms a token by `reference` over that by `own`, the median of its repeats."""
+    return per_prompt(lambda *both: repeat_ratio(*both, timer), reference, own)
+
+
+def repeat_ratio(
+    reference: Sequence[Record], own: Sequence[Record], timer: str = "decode_seconds"
+) -> float | None:
+    """That of one prompt."""
+    theirs = {record.repeat: record for record in reference}
+    pairs = [(theirs[record.repeat], record) for record in own if record.repeat in theirs]
+    ratios = [over(*(ms_per_token([record], timer) for record in pair)) for pair in pairs]
+    return statistics.median(ratios) if ratios and None not in ratios else None
 
 
 def committed_differences(reference: Sequence[Record], own: Sequence[Record]) -> Tensor:
@@ -464,7 +456,7 @@ def prediction_table(predictions: Sequence[Prediction]) -> Iterator[str]:
     """Lines of Markdown."""
     heads = (
         "domain", "method", "predicted N", "rounds drafted", "speedup over AR", "oracle", "its speedup",
-        "gap, points", "mean of prompts", "gap in gain over DFlash",
+        "gap, points", "gap in gain over DFlash",
     )
     yield from markdown(heads, [
         [
@@ -475,8 +467,7 @@ def prediction_table(predictions: Sequence[Prediction]) -> Iterator[str]:
             number(each.speedup),
             each.oracle,
             number(each.oracle_speedup),
-            number(each.gap),
-            str(each.prompt_gap or ""),
+            str(each.gap or ""),
             number(each.gain_gap),
         ]
         for each in predictions

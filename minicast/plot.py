@@ -27,7 +27,7 @@ from minicast.command import guarded
 from minicast.figures import MEAN, chosen_width
 from minicast.replay import EVERYTHING
 from minicast.width import FIT_FROM, CostModel
-from model.errors import UserError
+from model.errors import UsageError, UserError
 from model.files import check_directory, read_text
 
 NO_SWEEP = "has no speedup over AR at a fixed width: run bench with --methods ar,cast --widths N,..."
@@ -72,7 +72,7 @@ def latency(probe: dict):
 def speedup(bench: dict):
     """Speedup over AR against N, a line a domain; N* is that of width "auto", where it was run."""
     figure, (axes,) = new_figure()
-    chains = {row["domain"]: row["speedup"] for row in bench["rows"] if row["arm"] == "dflash"}
+    chains = {row["domain"]: mean_speedup(row) for row in bench["rows"] if row["arm"] == "dflash"}
     for domain, points in swept_widths(bench).items():
         style = {"color": "black", "linewidth": 2.5} if domain == MEAN else {}
         (line,) = axes.plot(sorted(points), [points[N] for N in sorted(points)], "o-", label=domain, **style)
@@ -90,9 +90,14 @@ def swept_widths(bench: dict) -> dict[str, dict[int, float]]:
     swept: dict[str, dict[int, float]] = {}
     for row in bench["rows"]:
         width = chosen_width(row["arm"])
-        if width.isdigit() and row["speedup"] is not None:
-            swept.setdefault(row["domain"], {})[int(width)] = row["speedup"]
+        if width.isdigit() and mean_speedup(row) is not None:
+            swept.setdefault(row["domain"], {})[int(width)] = mean_speedup(row)
     return swept
+
+
+def mean_speedup(row: dict) -> float | None:
+    """Over AR, the mean of prompts; None where AR was not run."""
+    return row["prompt_speedup"] and row["prompt_speedup"]["mean"]
 
 
 def predicted_widths(bench: dict) -> list[int]:
@@ -182,11 +187,11 @@ def run(files: Sequence[Path], out: Path) -> int:
         try:
             drawn = {name: draw(part) for name, (draw, part) in pictures(values).items()}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{file} is not as bench, replay or a probe writes it ({error!r})") from error
+            raise UsageError(f"{file} is not as bench, replay or a probe writes it ({error!r})") from error
         unswept = "rows" in values and "speedup" not in drawn
         if not drawn:
             other = "is not the output of bench, replay or a probe: there is nothing to draw"
-            raise UserError(f"{file} {NO_SWEEP if unswept else other}")
+            raise UsageError(f"{file} {NO_SWEEP if unswept else other}")
         if unswept:
             print(f"plot: {file} {NO_SWEEP}", file=sys.stderr)
         for name, figure in drawn.items():
@@ -204,7 +209,7 @@ def read(file: Path) -> dict:
     try:
         values = json.loads(read_text(file))
     except ValueError as error:
-        raise UserError(f"{file} is not JSON: give the JSON output of bench, replay or a probe") from error
+        raise UsageError(f"{file} is not JSON: give the JSON output of bench, replay or a probe") from error
     return values if isinstance(values, dict) else {}
 
 

@@ -73,7 +73,7 @@ def _number(text: str, kind: Callable[[str], float], holds: Callable[[float], bo
     except ValueError:
         value = None
     if value is None or not holds(value):
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
     return value
 
 
@@ -83,7 +83,7 @@ def each_once(least: int):
     def parse(text: str) -> list[int]:
         values = [at_least(least)(value) for value in text.split(",")]
         if len(set(values)) < len(values):
-            raise argparse.ArgumentTypeError(f"must name each number once, got {text}")
+            raise argparse.ArgumentTypeError(f"must name each number once, got {text!r}")
         return values
 
     return parse

@@ -47,7 +47,7 @@ from minicast.width import MAX_WIDTH
 from model import hub, train_data
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.files import check_directory, claim, claimed, write_atomically
+from model.files import check_directory, check_file, claim, claimed, write_atomically
 from model.transformer import KVCache, Target, Window
 
 RANKS = 32          # tokens kept at each depth
@@ -546,11 +546,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return guarded("replay", lambda: run(arguments, sys.argv[1:] if argv is None else argv))
+    stopped = f"the same command goes on with what {arguments.out} holds"
+    return guarded("replay", lambda: run(arguments, sys.argv[1:] if argv is None else argv), stopped)
 
 
 def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     check_directory(arguments.out, "--out")
+    if arguments.curve:
+        check_file(arguments.curve, "--curve")
     if arguments.costs:
         from minicast.probe import costs_file
 

@@ -94,9 +94,8 @@ class Report:
         yield f"best-first tree, 127 nodes, depth 15, 8 ranks: {self.tree_builder_ms:.3f} ms without ranking"
         yield (
             "ms a token: decoding time over new tokens; the clock opens after prefill and, where something "
-            "is drafted, after the first draft; speedup t_AR / t, gain t_DFlash / t - 1. Of repeats with "
-            "one text that of median decoding time counts, with its wall time. Mean of prompts: of "
-            "their own ratios, with a 95 % bootstrap interval where there are several. The mean row averages "
+            "is drafted, after the first draft; speedup t_AR / t, gain t_DFlash / t - 1. Mean of prompts: of "
+            "their own ratios, each the median of its repeats, with a 95 % bootstrap interval where there are several. The mean row averages "
             "the domains' ratios. Break-even: the R at which a round would only just pay. R - R of DFlash: mean "
             "over prompts of the difference, with such an interval"
         )
@@ -104,7 +103,7 @@ class Report:
             yield (
                 "predicted N: of most rounds that drafted. Oracle: the fastest of the fixed widths swept, "
                 "AR being N = 0. Gap: how far the oracle is ahead, in points, hundredths of a speedup over "
-                "AR or of a gain over DFlash; mean of prompts as above"
+                "AR or of a gain over DFlash. All of them are means of prompts"
             )
         for name, value in self.environment.items():
             yield f"{name}: {value}"

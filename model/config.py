@@ -12,6 +12,7 @@ import json
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
+from model.default_model import another_copy
 from model.errors import UserError
 
 TARGETS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}  # architecture by family (model_type)
@@ -155,9 +156,9 @@ def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: malformed, or not UTF-8
-        raise UserError(f"{path} cannot be read ({error}): download it again") from error
+        raise UserError(f"{path} cannot be read ({error}): {another_copy(path)}") from error
     if type(value) is not dict:
-        raise UserError(f"{path} is not a JSON object: download it again")
+        raise UserError(f"{path} is not a JSON object: {another_copy(path)}")
     return value
 
 

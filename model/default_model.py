@@ -98,6 +98,13 @@ def default_model(progress: Progress | None = None) -> Path:
     return final
 
 
+def another_copy(file: Path) -> str:
+    """What to do about a checkpoint's file that is damaged."""
+    if file.is_relative_to(cache_directory()):
+        return f"delete {file.parent}, and the next start builds it again"
+    return "download it again"
+
+
 def is_complete(directory: Path) -> bool:
     return all((directory / name).is_file() for name in FILES)
 

@@ -12,7 +12,11 @@ from model.errors import UsageError, UserError
 
 
 def write_atomically(path: Path, content: str | Callable[[Path], object]) -> None:
-    """Write text, or what `content` writes to the path that it is given, beside `path`; then put it there."""
+    """Write text, or what `content` writes to the path that it is given, beside `path`; then put it there.
+
+    A link stays, and the file that it leads to is replaced.
+    """
+    path = path.resolve()
     partial_file = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         partial_file.touch()
@@ -33,6 +37,15 @@ def check_directory(path: Path, flag: str) -> None:
     nearest = next(place for place in (path, *path.parents) if place.exists())
     if not nearest.is_dir():
         raise UsageError(f"{flag} {path}: {nearest} is a file: name a directory")
+
+
+def check_file(path: Path, flag: str) -> None:
+    """UsageError where no file can be put: in place of a directory or a device, or where there can be no directory."""
+    if path.is_dir():
+        raise UsageError(f"{flag} {path} is a directory: name a file in it")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{flag} {path} is not a regular file: name another")
+    check_directory(path.parent, flag)
 
 
 def read_text(path: str | Path) -> str:

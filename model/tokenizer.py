@@ -16,6 +16,7 @@ from pathlib import Path
 import tokenizers
 
 from model import hub
+from model.default_model import another_copy
 from model.config import read_json
 from model.errors import UserError
 
@@ -46,7 +47,7 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
-            raise UserError(f"{path} cannot be read: {error}; download it again") from error
+            raise UserError(f"{path} cannot be read: {error}; {another_copy(path)}") from error
         # A file may carry the truncation and padding it was trained with; a prompt is never altered.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -471,17 +471,13 @@ def flags() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, prepare, train."""
     arguments = flags().parse_args(argv)
-    return guarded("train_dflash", lambda: train(arguments))
+    return guarded("train_dflash", lambda: train(arguments), "the same command goes on from the last checkpoint")
 
 
 def train(arguments: argparse.Namespace) -> int:
-    try:
-        trainer = prepare(arguments)
-        trainer.resume()
-        trainer.run()
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        raise
+    trainer = prepare(arguments)
+    trainer.resume()
+    trainer.run()
     return 0
 
 

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from model.config import read_json
+from model.default_model import another_copy
 from model.errors import UserError
 from model.linear import Linear, narrow
 
@@ -197,5 +198,5 @@ def _read_header(path: Path) -> list[Stored]:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return [Stored(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()]
     except (SafetensorError, OSError, ValueError) as error:
-        hint = "download it again, or run `git lfs pull` if it is a pointer"
+        hint = f"{another_copy(path)}, or run `git lfs pull` if it is a pointer"
         raise UserError(f"{path} is empty, damaged or incomplete ({error}): {hint}") from error

@@ -433,6 +433,18 @@ def test_the_shortest_prompts(models):
         Decoder(*models).generate([])
 
 
+@pytest.mark.parametrize("prompt", ["hello", ["a"], [1.5, 2.0], [[1, 2]], [-1], [VOCABULARY], torch.tensor([[1, 2]])], ids=str)
+def test_what_is_no_prompt_is_refused(models, prompt):
+    with pytest.raises(UsageError, match=f"must be ids of the vocabulary of {VOCABULARY}: see encode_chat"):
+        Decoder(*models).generate(prompt, max_new_tokens=3)
+
+
+def test_ids_in_a_tensor_are_a_prompt_too(models):
+    prompt = prompt_of(5)
+    expected = Decoder(*models).generate(prompt, max_new_tokens=9, width=3).token_ids
+    assert Decoder(*models).generate(torch.tensor(prompt), max_new_tokens=9, width=3).token_ids == expected
+
+
 def test_a_long_prompt_prefills_in_chunks(monkeypatch):
     """Chunked and whole prefill agree, and no chunk is longer than the bound."""
     from minicast import round

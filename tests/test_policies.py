@@ -98,6 +98,8 @@ def test_the_table_names_the_best_width(answers):
 def test_costs_from_a_file(tmp_path, capsys):
     """A probe's file or the cache's; anything else is one line before anything is recorded."""
     wrong, right = tmp_path / "wrong.json", tmp_path / "right.json"
+    assert replay.main(["--out", str(tmp_path / "rounds"), "--costs", str(wrong)]) == 2
+    assert "No such file" in capsys.readouterr().err
     wrong.write_text("{}")
     assert replay.main(["--out", str(tmp_path / "rounds"), "--costs", str(wrong)]) == 2
     assert "holds no measured costs" in capsys.readouterr().err and not (tmp_path / "rounds").exists()

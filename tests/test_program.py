@@ -173,8 +173,8 @@ A_NUMBER = "must be a whole number of at least 1"
     [
         ("--help >/dev/full", 1, "", "run.py: cannot write to stdout: No space left on device\n"),
         ("--help >&-", 1, "", "run.py: cannot write to stdout: it is closed\n"),
-        ("-p x --top-k y 2>&-", 2, f"run.py: argument --top-k: {A_NUMBER}, got y (see run.py --help)\n", ""),
-        ("-p x --top-k y 2>/dev/full", 2, f"run.py: argument --top-k: {A_NUMBER}, got y (see run.py --help)\n", ""),
+        ("-p x --top-k y 2>&-", 2, f"run.py: argument --top-k: {A_NUMBER}, got 'y' (see run.py --help)\n", ""),
+        ("-p x --top-k y 2>/dev/full", 2, f"run.py: argument --top-k: {A_NUMBER}, got 'y' (see run.py --help)\n", ""),
     ],
 )
 def test_help_and_mistakes_on_streams_that_take_nothing(command, status, out, err):

@@ -565,7 +565,8 @@ def test_compare_interrupted_shows_what_there_is(cli, expected, monkeypatch, at,
         calls.clear()
         monkeypatch.setattr(bench, "measure", interrupted)
         status, out, err = cli("--raw", "--max-new-tokens", "40", "--compare", *flags)
-        assert status == 130 and "Traceback" not in err
+        missing = "cast N=auto" if texts else "ar, dflash, cast N=auto"
+        assert status == 130 and f"run.py: stopped, not measured: {missing}\n" in err
         if flags:
             assert [record["arm"] for record in json.loads(out)] == ["ar", "dflash"][:texts]
         else:

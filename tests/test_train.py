@@ -345,7 +345,7 @@ def test_budgets_that_train_nothing_are_refused(tmp_path, capsys, flags_given):
     assert stop.value.code == 2
     flag, value = flags_given.split()
     rule = "must be a number above 0" + " and below 1" * (flag == "--rate")
-    assert f"argument {flag}: {rule}, got {value} (see" in capsys.readouterr().err
+    assert f"argument {flag}: {rule}, got {value!r} (see" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags_given", ["--layers 0", "--block 1", "--taps 1,1", "--held-out 0", "--max-new-tokens 1"])

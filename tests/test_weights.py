@@ -346,6 +346,16 @@ def test_a_damaged_file_is_named_before_anything_is_read(tmp_path, cut, named, s
     assert str(path) in message and named in message
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_what_was_built_here_is_built_again(tmp_path, monkeypatch, name):
+    """Nobody can download a file of the cache, and the next start rebuilds what is not there."""
+    directory = write_tiny_target(tmp_path / "model")
+    (directory / name).write_bytes(b"{")
+    assert "download it again" in refusal(directory)
+    monkeypatch.setenv("MINICAST_CACHE", str(tmp_path))
+    assert f"delete {directory}, and the next start builds it again" in refusal(directory)
+
+
 def test_a_directory_without_safetensors_is_refused(tmp_path):
     directory = write_tiny_target(tmp_path)
     shutil.move(directory / "model.safetensors", directory / "pytorch_model.bin")
