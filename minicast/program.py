@@ -29,8 +29,13 @@ class Parser(argparse.ArgumentParser):
         arguments.changed = {name for name, value in vars(arguments).items() if value != self.get_default(name)}
         return arguments
 
+    @property
+    def name(self) -> str:
+        """What all messages of the program begin with."""
+        return self.prog if self.prog.endswith(".py") else self.prog.rpartition(".")[2]
+
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.name}: {' '.join(message.split())} (see {self.prog} --help)\n")
 
     def exit(self, status: int = 0, message: str | None = None):
         if message:
@@ -40,13 +45,13 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: TextIO | None = None) -> None:
         if sys.stdout is None:
-            self.exit(1, f"{self.prog}: cannot write to stdout: it is closed")
+            self.exit(1, f"{self.name}: cannot write to stdout: it is closed")
         try:
             print(self.format_help(), end="", file=file, flush=True)
         except BrokenPipeError:  # the reader, `head` perhaps, has enough
             self.exit(0)
         except OSError as error:
-            self.exit(1, f"{self.prog}: cannot write to stdout: {error.strerror}")
+            self.exit(1, f"{self.name}: cannot write to stdout: {error.strerror}")
 
 
 def at_least(least: int, **words):
