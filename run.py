@@ -33,12 +33,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("decoding")
     group.add_argument("--max-new-tokens", type=at_least(0), default=256, metavar="N", help="default: %(default)s")
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    group.add_argument("--top-k", type=at_least(1), metavar="K", help="sample from the K likeliest tokens; default: all")
+    group.add_argument("--top-k", type=at_least(1), metavar="K", help="sample from the K likeliest; default: all")
     group.add_argument("--top-p", type=float, metavar="P", help="and from as few as have mass P; default: 1")
-    group.add_argument("--seed", type=int, default=0, help="of samples; default: %(default)s")
+    group.add_argument("--seed", type=at_least(0), default=0, help="of samples; default: %(default)s")
     group.add_argument("--method", choices=METHODS, default="cast", help="default: %(default)s")
     group.add_argument("--width", type=at_least(0, auto="auto", round="round"), default="auto", metavar="N",
-                       help="nodes of cast's tree, at most 127; auto, the default: as many as pay on this machine; "
+                       help="nodes of cast's tree, cut to 127; auto, the default: as many as pay on this machine; "
                        "round: likewise, for each round anew")
     group.add_argument("--reprobe", action="store_true", help="measure this machine again for auto and round")
     group.add_argument("--probe-full", action="store_true", help="the paper's long probe, and the N* it gives, on stderr")
@@ -99,7 +99,7 @@ def encode_prompt(arguments: argparse.Namespace, tokenizer) -> list[int]:
     chat = {"system": arguments.system, "enable_thinking": arguments.enable_thinking}
     ids = tokenizer.encode(text) if arguments.raw else tokenizer.encode_chat(text, **chat)
     if ids and not text.strip():
-        print("run.py: the prompt is blank", file=sys.stderr)
+        print("run.py: the prompt is blank, and is answered all the same", file=sys.stderr)
     return ids
 
 

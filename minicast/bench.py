@@ -375,6 +375,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "commit": commit(),
     }
     journal = Journal(arguments.out and arguments.out.with_suffix(".journal.jsonl"), settings)
+    if journal.records:
+        print(f"bench: going on after {len(journal.records) // len(arms)} prompts", file=sys.stderr)
 
     target, draft = subject.load(placement)
     decoder = Decoder(target, draft, compile=arguments.compile, attention=arguments.attention)

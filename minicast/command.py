@@ -128,7 +128,7 @@ def _device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
-        raise UsageError(f"--device {name}: choose auto, cpu, cuda or cuda:N")
+        raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise UsageError(f"--device {name}: torch sees {count} CUDA devices; try --device cpu")

@@ -224,7 +224,7 @@ class Decoder:
             UserError: when the logits of the target, or the scores of the drafter, are not finite
         """
         wanted = Options(**options)
-        prompt_ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else prompt_ids
+        prompt_ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else list(prompt_ids)
         room, full = self._room(prompt_ids, wanted.max_new_tokens)
         policy = self._policy(wanted, len(prompt_ids), room)
         request = self._request(wanted, policy != FixedWidth(0))
@@ -234,7 +234,6 @@ class Decoder:
         if room == 0:
             return
         token_ids = list(prompt_ids)
-
         output.reused = self._begin(token_ids, room, request)
         emitted = [self._first_token(token_ids, request)]
         output.prefill_seconds = self._clock() - started
@@ -303,11 +302,11 @@ class Decoder:
 
     def _room(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, str]:
         """How many new tokens fit, and the stop reason when they are all there."""
-        length, context = len(prompt_ids), self.target.context
+        length, context, ids = len(prompt_ids), self.target.context, range(self.target.vocab_size)
         if length == 0:
             raise UsageError("the prompt has no tokens; give at least one")
-        if not all(isinstance(token, Integral) and 0 <= token < self.target.vocab_size for token in prompt_ids):
-            raise UsageError(f"the prompt must be ids of the vocabulary of {self.target.vocab_size}: see encode_chat")
+        if not all(isinstance(token, Integral) and type(token) is not bool and token in ids for token in prompt_ids):
+            raise UsageError(f"the prompt must be ids of the vocabulary of {len(ids)}: see encode_chat")
         if length > context:
             raise UsageError(f"the prompt has {length} tokens, the target's context is {context}; shorten the prompt")
         return min(max_new_tokens, context - length), "length" if max_new_tokens <= context - length else "context"

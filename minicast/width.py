@@ -40,7 +40,7 @@ FIT_FROM = 16    # the paper fits its line from 16 packed rows on: fewer take ot
 def clamp_width(width: int) -> int:
     """A width the decoder can run: 0 is AR, and above MAX_WIDTH it is MAX_WIDTH, with a warning."""
     if not isinstance(width, Integral) or width < 0:
-        raise ValueError(f"a width is a whole number, 0 (AR) to {MAX_WIDTH}, not {width}")
+        raise ValueError(f"a width is a whole number, 0 (AR) to {MAX_WIDTH}, not {width!r}")
     if width > MAX_WIDTH:
         warnings.warn(f"width {width} is above the widest tree: using {MAX_WIDTH}", stacklevel=2)
     return min(width, MAX_WIDTH)
@@ -341,7 +341,7 @@ def budget(decision: Decision | None, correction: float) -> float:
 
 def is_policy(width) -> bool:
     """Whether it can choose the width of rounds."""
-    return all(hasattr(width, name) for name in ("width", "keep", "observe"))
+    return not isinstance(width, type) and all(hasattr(width, name) for name in ("width", "keep", "observe"))
 
 
 @dataclass

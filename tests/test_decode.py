@@ -433,7 +433,7 @@ def test_the_shortest_prompts(models):
         Decoder(*models).generate([])
 
 
-@pytest.mark.parametrize("prompt", ["hello", ["a"], [1.5, 2.0], [[1, 2]], [-1], [VOCABULARY], torch.tensor([[1, 2]])], ids=str)
+@pytest.mark.parametrize("prompt", ["hello", ["a"], [1.5, 2.0], [[1, 2]], [-1], [VOCABULARY], [True], torch.tensor([[1, 2]])], ids=str)
 def test_what_is_no_prompt_is_refused(models, prompt):
     with pytest.raises(UsageError, match=f"must be ids of the vocabulary of {VOCABULARY}: see encode_chat"):
         Decoder(*models).generate(prompt, max_new_tokens=3)
@@ -712,8 +712,9 @@ def test_what_is_no_policy_is_refused(models):
         def observe(self, width, committed, seconds):
             pass
 
-    with pytest.raises(UsageError, match="width must be auto, round, a whole number from 0 to 127 or a policy"):
-        Decoder(*models).generate(prompt_of(9), width=WithoutKeep(), max_new_tokens=3)
+    for width in (WithoutKeep(), Fixed):  # a class is not its instance
+        with pytest.raises(UsageError, match="width must be auto, round, a whole number from 0 to 127 or a policy"):
+            Decoder(*models).generate(prompt_of(9), width=width, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("body", BODIES)
