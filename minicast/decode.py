@@ -224,16 +224,15 @@ class Decoder:
             UserError: when the logits of the target, or the scores of the drafter, are not finite
         """
         wanted = Options(**options)
-        prompt_ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else list(prompt_ids)
-        room, full = self._room(prompt_ids, wanted.max_new_tokens)
-        policy = self._policy(wanted, len(prompt_ids), room)
+        token_ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else list(prompt_ids)
+        room, full = self._room(token_ids, wanted.max_new_tokens)
+        policy = self._policy(wanted, len(token_ids), room)
         request = self._request(wanted, policy != FixedWidth(0))
         started = time.perf_counter()
         state, output = self.state, Output(stop_reason=full)
         self.output = output
         if room == 0:
             return
-        token_ids = list(prompt_ids)
         output.reused = self._begin(token_ids, room, request)
         emitted = [self._first_token(token_ids, request)]
         output.prefill_seconds = self._clock() - started

@@ -16,8 +16,8 @@ from pathlib import Path
 import tokenizers
 
 from model import hub
-from model.default_model import another_copy
 from model.config import read_json
+from model.default_model import another_copy
 from model.errors import UserError
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
