@@ -5,10 +5,10 @@ decodes, `width` decides by it. One format for all of them: a JSON object with t
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from minicast.tree import Tree
 from minicast.width import MAX_WIDTH
 
 PROVENANCE = ("target", "draft", "rank_cap")
@@ -51,7 +51,9 @@ class MassCurve:
             curve.target, curve.draft, curve.rank_cap = (values.get(name) for name in PROVENANCE)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{error} is missing or of another kind") from error
-        if len(curve.masses) > MAX_WIDTH or len(curve.chain_masses) != depth:
+        if len(curve.masses) > MAX_WIDTH:
+            raise ValueError(f"it has {len(curve.masses)} masses, and no tree is wider than {MAX_WIDTH}")
+        if len(curve.chain_masses) != depth:
             raise ValueError(f"it is of a block of {len(curve.chain_masses) + 1}, the head's is {depth + 1}")
         if curve.accepted and len(curve.accepted) != len(curve.masses):
             raise ValueError(f"it has {len(curve.masses)} masses and {len(curve.accepted)} shares accepted")
@@ -60,9 +62,8 @@ class MassCurve:
             raise ValueError("masses and shares lie between 0 and 1")
         return curve
 
-    def add(self, tree: Tree) -> None:
-        """One more round, by its widest tree. The best node of a depth is the chain's."""
-        masses, depths = tree.log_mass.exp().tolist(), tree.depths.tolist()
+    def add(self, masses: Sequence[float], depths: Sequence[int]) -> None:
+        """One more round, by the nodes (N,) of its widest tree, best first. The best of a depth is the chain's."""
         by_depth: dict[int, float] = {}
         for mass, depth in zip(masses, depths):
             by_depth.setdefault(depth, mass)

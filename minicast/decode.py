@@ -27,7 +27,7 @@ from minicast.round import (
 from minicast.sampling import SamplingParams
 from minicast.tree import Tree
 from minicast.verify import target_choices
-from minicast.width import MAX_WIDTH, UNINFORMED, FixedWidth, clamp_width, is_policy
+from minicast.width import MAX_WIDTH, UNINFORMED, FixedWidth, Policy, clamp_width, is_policy
 from model.config import check_pair
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
@@ -42,7 +42,7 @@ class Options:
         method: "ar", "dflash", "cast", or a function from `Proposal` to `Tree`
         width: N for "cast", 0..127; 0 is "ar"; "auto": one that pays on this machine, found by a probe that is
             kept on disk; "round": likewise, for each round; both fall back on AR where drafting does not pay;
-            or a policy of your own, an object with `width`, `keep` and `observe` like `FixedWidth`
+            or a policy of your own, see `width.Policy`
         max_new_tokens: exact bound on new tokens; 0 gives none
         temperature, top_k, top_p, seed: see `minicast.sampling`; temperature 0 is greedy
         stop_ids: ids that end the answer; the one reached is emitted
@@ -51,7 +51,7 @@ class Options:
     """
 
     method: str | Method = "cast"
-    width: object = "auto"
+    width: str | int | Policy = "auto"
     max_new_tokens: int = 64
     temperature: float = 0.0
     top_k: int | None = None
@@ -65,7 +65,7 @@ class Options:
         def whole(value) -> bool:
             return isinstance(value, Integral) and not isinstance(value, bool)
 
-        N, K = self.width, self.rank_cap
+        N, K, ids = self.width, self.rank_cap, self.stop_ids
         rules = {
             "method": (callable(self.method) or self.method in METHODS, f"one of {', '.join(METHODS)}, or a function"),
             "width": (
@@ -75,10 +75,7 @@ class Options:
             "max_new_tokens": (whole(self.max_new_tokens) and self.max_new_tokens >= 0, "a whole number of at least 0"),
             "rank_cap": (K is None or (whole(K) and K >= 1), "at least 1, or none to keep all ranks"),
             "verifier": (self.verifier in ("direct", "stochastic"), "direct or stochastic"),
-            "stop_ids": (
-                isinstance(self.stop_ids, Container) and not isinstance(self.stop_ids, str),
-                "a collection of token ids",
-            ),
+            "stop_ids": (isinstance(ids, Container) and not isinstance(ids, str), "a collection of token ids"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
@@ -106,7 +103,7 @@ class Output:
         prefill_seconds: prompt to first token, the drafter's prefill included
         decode_seconds: the paper's timer (Appendix D): opens after prefill and, where something is drafted, after
             the first draft; closes after truncation
-        wall_seconds: prompt to last token
+        wall_seconds: prompt to last token; what a caller does between rounds counts in none of the three
         reused: prompt tokens that were in the caches already; the others were prefilled
     """
 
@@ -239,10 +236,11 @@ class Decoder:
         opened = None if request.tap else self._clock()
         tree, settled, began = None, Settled([], [], emitted[0]), started
         while True:
-            emitted, ended = cut(emitted, room - len(output.token_ids), wanted.stop_ids)  # 7 emit
             fault = FAULTS.get(emitted[-1])
             if fault:
-                emitted.pop()
+                self.reset()  # not-a-number left in a cache would survive masking
+            emitted, ended = cut(emitted, room - len(output.token_ids), wanted.stop_ids)  # 7 emit
+            emitted = emitted[:-1] if emitted[-1] in FAULTS else emitted  # or it was cut
             token_ids += emitted
             output.token_ids += emitted
             state.keep(min(state.prefix, len(token_ids)))  # what was cut must not be inherited by a next turn
@@ -251,17 +249,19 @@ class Decoder:
                 output.widths.append(tree.width)
                 output.decode_seconds = time.perf_counter() - opened  # reading the outcome waited for the device
                 policy.observe(tree.width, len(emitted), time.perf_counter() - began)
-            output.wall_seconds = time.perf_counter() - started
+            paused = time.perf_counter()
+            output.wall_seconds = paused - started
             reason = "eos" if ended else full if len(output.token_ids) == room else None
+            output.stop_reason = reason or full
             yield Round(emitted, min(max(len(settled.tokens) - 1, 0), len(emitted)), tree, settled.path, reason)
+            if reason:
+                return
+            if fault:
+                raise UserError(fault)
             if self.output is not output or state.prefix == 0:
                 raise UserError("the decoder was reset or began another answer: give each answer a decoder of its own")
-            if fault:
-                self.reset()  # not-a-number left in a cache would survive masking
-                raise UserError(fault)
-            if reason:
-                output.stop_reason = reason
-                return
+            away = time.perf_counter() - paused  # the caller's time, not the decoder's
+            started, opened = started + away, opened and opened + away
             width, began = clamp_width(policy.width), time.perf_counter()
             tree = self._propose(request, token_ids, width)  # 1 draft 2 propose 3 pack
             tree = self._keep(tree, policy.keep(tree))
@@ -270,7 +270,7 @@ class Decoder:
             state.commit(settled.tokens, request.tap)
             emitted = settled.tokens[1:] + [settled.next_token]
 
-    def _policy(self, options: Options, prompt_tokens: int, new_tokens: int):
+    def _policy(self, options: Options, prompt_tokens: int, new_tokens: int) -> Policy:
         """What chooses each round's width, see `minicast.width`. The first of a deployment measures costs."""
         if is_policy(options.width):
             return options.width

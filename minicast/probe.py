@@ -16,6 +16,8 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -26,9 +28,8 @@ from minicast.curve import MassCurve
 from minicast.decode import Decoder, Options
 from minicast.machine import processor
 from minicast.round import MAX_ROWS, Request
-from minicast.tree import Tree
 from minicast.width import (
-    FIT_FROM, MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, Pace, RoundWidth,
+    FIT_FROM, MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, Pace, Policy, RoundWidth,
     best_drafted, budget, decide, round_times,
 )
 from model.default_model import cache_directory
@@ -108,7 +109,7 @@ class Timings:
 
     @property
     def steady(self) -> bool:
-        """Whether nothing else wanted this machine meanwhile. Either sign alone misses much: a machine that is
+        """Whether nothing else wanted this machine meanwhile. Neither sign suffices alone: a machine that is
         shared all the time is slow evenly, and a thread that waits for a slow partner may do so at work.
         """
         return self.spread <= SPREAD and self.worked >= WORKED
@@ -149,13 +150,16 @@ def interleaved(
 class Passes:
     """The decoder's own `propose` and `settle` after a prefix of P positions whose content does not matter.
 
-    Uses the decoder's state, because graphs hold its addresses; `close` forgets what was cached there.
+    Uses the decoder's state, because graphs hold its addresses. A conversation cached below the slots that are written
+    here outlives it: `close` puts its books back. A longer one is forgotten.
     """
 
     def __init__(self, decoder: Decoder, prefix: int, positions: int = 0):
         self.decoder, self.state, self.prefix = decoder, decoder.state, prefix
         self.request: Request = decoder._request(Options(), drafts=True)
-        decoder.reset()
+        if self.state.prefix > prefix - BEHIND:
+            decoder.reset()
+        self.cached = self.state.prefix, self.state.tapped, self.state.drafted
         decoder._reserve(max(prefix, positions))
         self.propose(MAX_WIDTH)  # its first rows are a pack of any smaller width
         generator = torch.Generator().manual_seed(0)
@@ -177,25 +181,32 @@ class Passes:
         state.P.fill_(self.prefix)
         state.D.fill_(drafted)
 
-    def measure(self, runs: dict[Hashable, Callable[[], object]], *how, **also) -> Timings:
-        """`interleaved` by this decoder's clocks.
+    def measure(self, runs: dict[Hashable, Callable[[], object]], **protocol) -> Timings:
+        """`interleaved` by this decoder's clocks; protocol: its warm_ups, repeats and seconds.
 
         What compiles or records at its first run does so before, the largest first (see `graphs.capture`).
         """
         for run in reversed(runs.values()) if self.state.body.layer or self.decoder.graphs else ():
             run()
         worked = time.thread_time if self.decoder.target.device.type == "cpu" else None
-        return interleaved(runs, self.decoder._clock, worked, *how, **also)
+        return interleaved(runs, self.decoder._clock, worked, **protocol)
 
-    def costs(self, packed: Sequence[int], *how, **also) -> Costs:
-        """Of these row counts, AR's first, and of the draft."""
-        runs = {n: lambda n=n: self.settle(n) for n in packed} | {-N: lambda N=N: self.propose(N) for N in PROPOSED}
-        found = self.measure(runs, *how, **also)
-        settle_ms, propose_ms = (tuple(found.ms[key] for key in keys) for keys in (packed, [-N for N in PROPOSED]))
+    def costs(self, packed: Sequence[int], **protocol) -> Costs:
+        """Of these row counts, AR's first, and of the draft; protocol: as for `measure`."""
+        runs = {("settle", n): partial(self.settle, n) for n in packed}
+        runs |= {("propose", N): partial(self.propose, N) for N in PROPOSED}
+        found = self.measure(runs, **protocol)
+        settle_ms = tuple(found.ms["settle", n] for n in packed)
+        propose_ms = tuple(found.ms["propose", N] for N in PROPOSED)
         return Costs(tuple(packed), settle_ms, propose_ms, found.steady)
 
     def close(self) -> None:
-        self.decoder.reset()
+        state = self.state
+        state.prefix, state.tapped, state.drafted = self.cached
+        if state.prefix == 0:
+            self.decoder.reset()  # and free the caches, which may be longer than an answer needs
+        state.P.fill_(state.prefix)
+        state.D.fill_(state.drafted)
 
 
 def measure(
@@ -213,9 +224,9 @@ def measure(
             known = passes.costs(first)
         for n in asked:
             if n > known.packed[-1] and wants_more(known, masses, decoder.state.buckets):
-                found = passes.measure({n: lambda: passes.settle(n)})
+                found = passes.measure({("settle", n): partial(passes.settle, n)})
                 known = replace(
-                    known, packed=(*known.packed, n), settle_ms=(*known.settle_ms, found.ms[n]),
+                    known, packed=(*known.packed, n), settle_ms=(*known.settle_ms, found.ms["settle", n]),
                     steady=known.steady and found.steady,
                 )
     finally:
@@ -239,7 +250,7 @@ def paper_probe(decoder: Decoder, prefix: int) -> Costs:
     """
     passes = Passes(decoder, prefix)
     try:
-        return passes.costs(PAPER_PACKED, PAPER_WARM_UPS, PAPER_REPEATS, seconds=float("inf"))
+        return passes.costs(PAPER_PACKED, warm_ups=PAPER_WARM_UPS, repeats=PAPER_REPEATS, seconds=inf)
     finally:
         passes.close()
 
@@ -286,11 +297,17 @@ class FullProbe:
 
 # Masses
 
+def shipped_curve(decoder: Decoder) -> Path | None:
+    """The file of the curve beside the head, if there is one. It is of all tokens: a head of fewer needs its own."""
+    draft = decoder.draft
+    path = draft.directory and draft.directory / "curve.json"
+    return path if path and path.is_file() and scored_tokens(draft) is None else None
+
+
 def curve_of(decoder: Decoder) -> tuple[MassCurve, Path]:
     """The pair's curve and its file: the one beside the head, or else the one learned so far."""
-    depth, directory = decoder.state.depth, decoder.draft.directory
-    shipped = directory and directory / "curve.json"
-    if shipped and shipped.is_file():
+    depth, shipped = decoder.state.depth, shipped_curve(decoder)
+    if shipped:
         try:
             return MassCurve.read(shipped, depth), shipped
         except (OSError, ValueError) as error:
@@ -309,7 +326,9 @@ class Deployment:
 
     Attributes:
         curve, curve_file: the pair's mass curve and where it is kept
+        shipped: whether it lies beside the head: then it is used as it is, of however few rounds
         costs: by prefix length, as far as asked for
+        probed: seconds that measuring them took here, 0 while the disk knew them
         pace: how long rounds take in use
         back_offs: what drafting has earned so far, by the width asked for
     """
@@ -317,11 +336,13 @@ class Deployment:
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
         self.curve, self.curve_file = curve_of(decoder)
+        self.shipped = shipped_curve(decoder) is not None
         self.costs: dict[int, Costs] = {}
+        self.probed = 0.0
         self.pace = Pace()
         self.back_offs = {width: BackOff(pace=self.pace) for width in ("auto", "round")}
 
-    def policy(self, options: Options, own_method: bool, prompt_tokens: int, new_tokens: int):
+    def policy(self, options: Options, own_method: bool, prompt_tokens: int, new_tokens: int) -> Policy:
         """The policy of one answer, for the width "auto" or "round".
 
         A method that is not ours need not propose best first, and is there to be seen: one width, never AR. A curve is
@@ -344,9 +365,11 @@ class Deployment:
         path = cache_directory() / "costs" / f"{digest(key)}.json"
         known = None if reprobe else self.costs.get(prefix) or read_costs(path, key)
         if known is None or wants_more(known, self.known_masses, decoder.state.buckets):
+            started = time.perf_counter()
             known = measure(decoder, prefix, prompt_tokens + new_tokens, self.known_masses, known)
+            self.probed += time.perf_counter() - started
             if known.steady:
-                write_json(path, {"key": key, "costs": asdict(known)})
+                keep(path, {"key": key, "costs": asdict(known)}, "the next start probes again")
             else:
                 remark = "its costs serve this run and are not kept, the next one probes again"
                 warnings.warn(f"the probe was {DISTURBED}: {remark}", stacklevel=2)
@@ -364,24 +387,25 @@ class Deployment:
     @property
     def known_masses(self) -> list[float]:
         """Best first; none while the curve is young."""
-        return self.curve.masses if self.curve.rounds >= LEARNED else []
+        return self.curve.masses if self.shipped or self.curve.rounds >= LEARNED else []
 
     def decision(self, costs: Costs) -> Decision | None:
         """The rule on the mass curve; None while the curve is young."""
         return decide_by(self.curve, costs, self.decoder.state.buckets) if self.known_masses else None
 
-    def learn(self, tree: Tree) -> None:
-        """Take a proposed tree into the curve, and keep the curve on disk."""
-        if self.curve.rounds < LEARNED:
-            self.curve.add(tree)
+    def learn(self, masses: Sequence[float], depths: Sequence[int]) -> None:
+        """Take the nodes (N,) of a proposed tree into the curve, and keep the curve on disk."""
+        if not self.known_masses:
+            self.curve.add(masses, depths)
             if self.curve.rounds % SAVED_EVERY == 0:
-                write_json(self.curve_file, asdict(self.curve))
+                keep(self.curve_file, asdict(self.curve), "it is learned anew at the next start")
 
     def lines(self, prompt_tokens: int, new_tokens: int) -> list[str]:
         """What `--explain` prints."""
         costs = self.costs_at(prompt_tokens, new_tokens)
         decision = self.decision(costs)
-        lines = [f"costs on {device_name(self.decoder)}: {costs}"]
+        probed = f"probed in {self.probed:.1f} s" if self.probed else "probed by an earlier start"
+        lines = [f"costs on {device_name(self.decoder)}, {probed}: {costs}"]
         if decision is None:
             known = f"{self.curve.rounds} of {LEARNED} rounds are known"
             return [*lines, f"no mass curve of this pair yet, {known}: each round goes by its own masses"]
@@ -396,8 +420,8 @@ def decide_by(curve: MassCurve, costs: Costs, buckets: Sequence[int] = ()) -> De
 
 def policy_of(
     width: str, decision: Decision | None, costs: Costs, buckets: Sequence[int], back_off: BackOff,
-    learn: Callable[[Tree], None] | None = None,
-):
+    learn: Callable[[list[float], list[float]], None] | None = None,
+) -> Policy:
     """The policy of an answer that begins now, for the width "auto" or "round".
 
     decision: None while the mass curve is young: then every round goes by its own masses, and `learn` sees them
@@ -409,8 +433,9 @@ def policy_of(
     if width == "auto" and decision:
         return AutoWidth(decision.width, times, back_off)
     rate = max(decision.tokens_per_second.values()) / 1e3 if decision else 1.0 / times[0]
-    proposed = MAX_WIDTH if learn else len(times) - 1
-    return RoundWidth(times, costs.draft_ms + costs.overhead_ms(proposed), rate, back_off, learn)
+    widest = len(times) - 1
+    draft_ms = costs.draft_ms + costs.overhead_ms(MAX_WIDTH if learn else widest)  # whatever is kept of the tree
+    return RoundWidth(round_times(costs.model(buckets), widest, draft_ms), draft_ms, rate, back_off, learn)
 
 
 def explain(decoder: Decoder, prompt_ids: Sequence[int], arguments) -> list[str]:
@@ -506,10 +531,10 @@ def costs_file(path: Path) -> tuple[Costs, str]:
         raise UsageError(f"{path} holds no measured costs: {hint}") from error
 
 
-def write_json(path: Path, values: dict) -> None:
-    """The whole file or the old one. What can't be kept is measured again next time: no reason to stop."""
+def keep(path: Path, values: dict, otherwise: str) -> None:
+    """Write a JSON file, the whole of it or nothing. That it can't be kept is told, and no reason to stop."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(values) + "\n")
-    except OSError:
-        pass
+    except OSError as error:
+        warnings.warn(f"cannot keep {path}: {error.strerror or error}; {otherwise}", stacklevel=2)

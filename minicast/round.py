@@ -70,19 +70,21 @@ class State:
     """Everything that lives across rounds, at fixed addresses.
 
     Attributes:
+        depth: L; slots: S; body: attention and masks, see `graphs.masks`
         P: (1,) int64, committed positions; `prefix` is the same on the host, equal at the start of every round
         D: (1,) int64, positions that the drafter has read into its cache, ≤ P; `drafted` on the host
         root: (1,) int64, b; seed: (1,) int64, the request's
         target_cache, draft_cache: slots < P hold committed positions; above is scratch of the running round
-        features: (1, S, F), tap features of committed positions; written by `settle`, read by the drafter
+        features: (1, S, F), tap features of committed positions; written by `prefill` and `settle`, read by the drafter
+        rows: 0, 1, 2, … int64, to index with
         tapped: positions whose features are there; less than P after rounds that did not tap
         tokens, parents, depths: (MAX_ROWS,) int64, log_mass: (MAX_ROWS,) float32, visible: (MAX_ROWS, MAX_ROWS)
             bool, the pack: row 0 is the root, parents are packed rows, a padding row is its own parent and sees
             only itself; written by `pack`, read by `settle`
         cached_ids: token ids of the committed positions, for reuse by a prompt that starts with them
         static: nothing below reads a host value that changes from round to round
-        visits: the target chooses at the rows visited alone. On a CPU a choice is a pass over the vocabulary, and what it
-            is costs nothing to read; elsewhere all rows choose at once and nobody waits
+        visits: whether the target chooses only at the rows that the walk visits. On a CPU a choice costs a pass over the
+            vocabulary and reading it is free; elsewhere all rows choose at once, and nobody waits
     """
 
     def __init__(self, target: Target, draft: DraftHead | None, body):
@@ -182,10 +184,11 @@ def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
             chunk = list(token_ids[state.prefix : state.prefix + PREFILL_ROWS])
             tokens, taps = torch.tensor([chunk], device=target.device), state.draft.taps if tap else ()
             hidden, features = target(tokens, state.target_cache, state.window(state.rows[: len(chunk)], CAUSAL), taps)
+            if tap:  # before the books say so: interrupted in between, the next turn would trust what is not there
+                state.features[:, state.prefix : state.prefix + len(chunk)] = features
             state.commit(chunk, tap)
             state.P.fill_(state.prefix)
             if tap:
-                state.features[:, state.prefix - len(chunk) : state.prefix] = features
                 read_features(state, state.prefix - state.drafted)
             bar.update(len(chunk))
     return target.logits(hidden[0, -1:])

@@ -29,6 +29,9 @@ from itertools import accumulate
 from math import ceil
 from numbers import Integral
 from statistics import fmean, linear_regression, median
+from typing import Protocol, runtime_checkable
+
+import torch
 
 from minicast.tree import Tree
 
@@ -138,6 +141,7 @@ class Decision:
     slope: float                         # c1, ms a node: the fitted line's and the overhead's
     threshold: float                     # throughput at drafted_width times c1: what a node's mass must reach
     next_step_ms: float                  # l(N+1) - l(N) at drafted_width: not c1 where the table bends
+    next_threshold: float                # likewise: what the next node's mass must reach
     masses: dict[int, float]             # rho by N, around the stop
     committed: float                     # R = 1 + g(drafted_width), which the scores promise
     recorded: float | None               # the R that was recorded at that width, where it was
@@ -160,9 +164,8 @@ class Decision:
             "masses " + ", ".join(f"{mass:.4f} (node {node})" for node, mass in self.masses.items()),
         ]
         if N + 1 in self.masses:
-            needed = self.committed / self.break_even * speed["ar"] / 1000.0 * self.next_step_ms
             step = f"node {N + 1} would add {self.next_step_ms:.4f} ms"
-            lines.append(f"stop at {N}: {step}, so it would pay from mass {needed:.4f} on")
+            lines.append(f"stop at {N}: {step}, so it would pay from mass {self.next_threshold:.4f} on")
         else:
             lines.append(f"stop at {N}: no candidate is left")
         lines.append(predicted)
@@ -205,13 +208,14 @@ def decide(
     h_slope = 0.0
     if callable(overhead_ms) and len(masses) > 1:
         h_slope = (overhead_ms(len(masses)) - overhead_ms(1)) / (len(masses) - 1)
-    slope = cost.slope + h_slope
+    slope, throughput, next_step_ms = cost.slope + h_slope, committed / times[N], times[N + 1] - times[N]
     return Decision(
         width=N if expected / times[N] > 1.0 / times[0] else 0,
         drafted_width=N,
         slope=slope,
-        threshold=committed / times[N] * slope,
-        next_step_ms=times[N + 1] - times[N],
+        threshold=throughput * slope,
+        next_step_ms=next_step_ms,
+        next_threshold=throughput * next_step_ms,
         masses={n: masses[n - 1] for n in range(max(N - 2, 1), min(N + 3, len(masses)) + 1)},
         committed=committed,
         recorded=recorded,
@@ -304,11 +308,11 @@ class BackOff:
         """A round of either kind committed R tokens in `seconds`; predicted were `predicted_ms`, and `ar_ms` for AR."""
         self.pace.observe(drafted, 1e3 * seconds / predicted_ms)
         if drafted:
-            self.drafted(committed, predicted_ms / ar_ms * self.pace.correction)
+            self.after_draft(committed, predicted_ms / ar_ms * self.pace.correction)
         else:
-            self.decoded(committed)
+            self.after_ar(committed)
 
-    def drafted(self, committed: int, ar_tokens: float) -> None:
+    def after_draft(self, committed: int, ar_tokens: float) -> None:
         """A drafted round committed R tokens and took the time of `ar_tokens` tokens of AR."""
         self.purse = min(self.purse + committed - ar_tokens, BANK)
         self.price = max(ar_tokens - 1.0, 0.0)
@@ -319,7 +323,7 @@ class BackOff:
             self._pauses += 1
             self.purse = self.price
 
-    def decoded(self, tokens: int = 1) -> None:
+    def after_ar(self, tokens: int) -> None:
         """AR emitted `tokens` tokens."""
         self.ar_tokens_left = max(self.ar_tokens_left - tokens, 0)
 
@@ -336,12 +340,28 @@ def budget(decision: Decision | None, correction: float) -> float:
     return min(max(STAKE * saved, BUDGET), RECORDED_BUDGET)
 
 
-# Policies: `width` is N to propose next, `keep` how many of its first nodes are verified, `observe`
-# hears what the round committed and how long it took
+# Policies
+
+@runtime_checkable
+class Policy(Protocol):
+    """Chooses the width of an answer's rounds: any object with these three.
+
+    Attributes:
+        width: N to propose in the next round, 0 to MAX_WIDTH; 0 is AR. Read once a round
+    """
+
+    width: int
+
+    def keep(self, tree: Tree) -> int:
+        """How many of the first nodes of the tree proposed are verified."""
+
+    def observe(self, width: int, committed: int, seconds: float) -> None:
+        """A round verified `width` nodes, committed R tokens, after cuts, and took so long from draft to commit."""
+
 
 def is_policy(width) -> bool:
     """Whether it can choose the width of rounds."""
-    return not isinstance(width, type) and all(hasattr(width, name) for name in ("width", "keep", "observe"))
+    return isinstance(width, Policy) and not isinstance(width, type)
 
 
 @dataclass
@@ -354,7 +374,7 @@ class FixedWidth:
         return tree.width
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
-        """A round that verified `width` nodes committed so many tokens, and took so long from draft to commit."""
+        """Nothing is learned."""
 
 
 @dataclass
@@ -383,19 +403,19 @@ class AutoWidth:
 class RoundWidth:
     """A width for each round by its own masses: the widest tree is proposed, its best nodes are verified.
 
-    It reads the masses on the host, on a GPU one wait a round more.
+    It reads the tree's masses on the host, on a GPU one wait a round more.
 
-    times: round_times, as far as costs are known: no tree is wider
+    times: round_times, as far as costs are known: no tree is wider; all of them after the same proposal
     draft_ms: the part that a round has spent when its masses are known
     rate: tokens a ms that the decoder makes otherwise, the price of time
-    look: shown every proposed tree, to learn from it; these are as wide as can be
+    look: shown masses and depths of every proposed tree, to learn from them; these trees are as wide as can be
     """
 
     times: Sequence[float]
     draft_ms: float
     rate: float
     back_off: BackOff
-    look: Callable[[Tree], None] | None = None
+    look: Callable[[list[float], list[float]], None] | None = None
     _drafted: bool = field(default=False, init=False)
 
     @property
@@ -406,9 +426,10 @@ class RoundWidth:
     def keep(self, tree: Tree) -> int:
         if tree.width == 0:
             return 0
+        masses, depths = torch.stack((tree.log_mass.exp(), tree.depths.float())).tolist()
         if self.look:
-            self.look(tree)
-        return paying_width(tree.log_mass.exp().tolist()[: len(self.times) - 1], self.times, self.draft_ms, self.rate)
+            self.look(masses, depths)
+        return paying_width(masses[: len(self.times) - 1], self.times, self.draft_ms, self.rate)
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
         predicted = self.draft_ms + self.times[0] if self._drafted and width == 0 else self.times[width]

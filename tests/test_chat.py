@@ -352,6 +352,22 @@ def test_interrupted_half_way_through_the_books_of_a_commit(models):
     assert_caches_equal_a_fresh_prefill(state)
 
 
+def test_interrupted_right_after_the_books_of_a_prompt(models, monkeypatch):
+    """What the books call tapped has its features: rounds are as good as those of a fresh decoder."""
+    decoder, prompt_ids, commit = Decoder(*models), list(range(30)), State.commit
+
+    def interrupts(*arguments):
+        commit(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(State, "commit", interrupts)
+        decoder.generate(prompt_ids, **REQUEST)
+    out, fresh = decoder.generate(prompt_ids, **REQUEST), Decoder(*models).generate(prompt_ids, **REQUEST)
+    assert out.reused > 0 and out.token_ids == fresh.token_ids and out.round_lengths == fresh.round_lengths
+    assert_caches_equal_a_fresh_prefill(decoder.state)
+
+
 def test_a_full_context_refuses_the_turn_and_loses_nothing(talk):
     """One line with the way out; what was said is still there, and shorter words still fit."""
     long = "x" * (CONTEXT - 40)

@@ -5,6 +5,7 @@ own continuation (an oracle) with planted decoys and errors. All targets are flo
 are exact; the seeds are fixed, so there are no false alarms.
 """
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from graphs.masks import BODIES
 from minicast import Decoder, generate
-from minicast.round import State, pack, prefill, read_features
+from minicast.round import Settled, State, pack, prefill, read_features
 from minicast.tree import Tree, best_first_tree
 from minicast.width import FixedWidth
 from model.config import DraftConfig, Rope, TargetConfig
@@ -308,6 +309,30 @@ def test_a_drafter_that_recovers_is_not_blamed_again(body):
     expected = autoregressive(target, prompt_of(6), 20).token_ids
     for width in (20, 15, 63):
         assert decoder.generate(prompt_of(6), width=width, max_new_tokens=20).token_ids == expected
+
+
+def test_a_fault_behind_the_end_of_an_answer_is_not_told_and_not_kept(models, monkeypatch):
+    """The limit cuts a round before the choice that was not finite: the text is whole, the caches are not to be reused."""
+    target, draft = models
+    expected = autoregressive(target, prompt_of(6), 30).token_ids
+    decoder, read, method = Decoder(target, draft), Settled.read, oracle(expected, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(Settled, "read", lambda outcome: replace(read(outcome), next_token=-1))
+        with pytest.raises(UserError, match="non-finite logits"):
+            decoder.generate(prompt_of(6), method=method, max_new_tokens=30)
+        assert decoder.output.token_ids == expected[: 1 + DEPTH]  # of the prompt, and of the round before the fault
+        out = decoder.generate(prompt_of(6), method=method, max_new_tokens=1 + DEPTH)
+    assert out.token_ids == expected[: 1 + DEPTH] and out.stop_reason == "length"
+    assert decoder.state.prefix == 0
+    assert decoder.generate(prompt_of(6), method=method, max_new_tokens=30).token_ids == expected
+
+
+def test_what_the_caller_does_between_rounds_is_not_timed(models):
+    decoder = Decoder(*models)
+    for _ in decoder.stream(prompt_of(6), width=2, max_new_tokens=12):
+        time.sleep(0.2)
+    assert len(decoder.output.round_lengths) > 3
+    assert decoder.output.decode_seconds <= decoder.output.wall_seconds < 0.4
 
 
 def test_the_mask_token_is_a_token_like_any_other(models):

@@ -57,14 +57,16 @@ def table(monkeypatch):
     """Replaces measuring: passes run once and take what `table.ms` says. `table.asked` lists them."""
 
     class Table:
-        ms, asked, how, draft_ms, spread = FLAT, [], (), 5.0, 1.0
+        ms, asked, protocol, draft_ms, spread = FLAT, [], {}, 5.0, 1.0
 
-        def interleaved(self, passes, clock, worked, *how, **also):
-            self.how = how
-            for name, run in passes.items():
+        def interleaved(self, passes, clock, worked, **protocol):
+            self.protocol = protocol
+            for (step, n), run in passes.items():
                 run()
-                self.asked.append(name)
-            return Timings({n: self.ms[n] if n > 0 else self.draft_ms for n in passes}, self.spread)
+                self.asked.append(n if step == "settle" else -n)
+            return Timings(
+                {(step, n): self.ms[n] if step == "settle" else self.draft_ms for step, n in passes}, self.spread
+            )
 
     table = Table()
     table.asked = []
@@ -166,7 +168,8 @@ def test_full_probe(target, draft, table):
     decoder = Decoder(target, draft)
     found = Deployment(decoder).full_probe()
     assert found.costs.packed == (1, 16, 24, 32, 48, 64, 96, 128)
-    assert table.asked == [*found.costs.packed, -PROPOSED[0], -PROPOSED[1]] and table.how == (8, 30)
+    assert table.asked == [*found.costs.packed, -PROPOSED[0], -PROPOSED[1]] \
+        and (table.protocol["warm_ups"], table.protocol["repeats"]) == (8, 30)
     packed, milliseconds = found.costs.packed, found.costs.settle_ms
     assert milliseconds == tuple(table.ms[n] for n in packed)
     line = linear_regression(packed[1:], milliseconds[1:])
@@ -227,7 +230,29 @@ def test_an_unwritable_cache_stops_nobody(target, draft, table, monkeypatch):
     ship(draft)
     (draft.directory / "file").touch()
     monkeypatch.setenv("MINICAST_CACHE", str(draft.directory / "file"))
-    assert Deployment(Decoder(target, draft)).costs_at(20, 20).packed
+    with pytest.warns(UserWarning, match="cannot keep .*: Not a directory; the next start probes again"):
+        assert Deployment(Decoder(target, draft)).costs_at(20, 20).packed
+
+
+@pytest.mark.parametrize("body", ["sdpa", "static"])
+def test_a_probe_between_two_turns_keeps_the_conversation(target, draft, body):
+    """The second turn falls under another prefix length, whose costs nobody knows: what is cached lies below."""
+    ship(draft)
+    decoder = Decoder(target, draft, attention=body)
+    prompt = prompt_of(150)
+    first = decoder.generate(prompt, width="auto", max_new_tokens=30)
+    prompt += first.token_ids + prompt_of(120)
+    probed = decoder.deployment.probed
+    out = decoder.generate(prompt, width="auto", max_new_tokens=30)
+    assert decoder.deployment.probed > probed and len(decoder.deployment.costs) == 2
+    assert out.reused >= 150
+    assert out.token_ids == autoregressive(target, prompt, 30).token_ids
+    tree = decoder.generate(prompt, width=7, max_new_tokens=30)
+    fresh = Decoder(target, draft, attention=body).generate(prompt, width=7, max_new_tokens=30)
+    assert (tree.token_ids, tree.round_lengths) == (fresh.token_ids, fresh.round_lengths)  # features hold, too
+    short = decoder.generate(prompt_of(5), width="auto", max_new_tokens=9)
+    decoder.deployment.costs_at(5, 9, reprobe=True)  # below the cached prefix: it goes
+    assert short.token_ids == decoder.generate(prompt_of(5), width="auto", max_new_tokens=9).token_ids
 
 
 def test_overhead_is_a_line_between_two_widths():
@@ -247,7 +272,7 @@ def test_curve_is_the_mean_of_rounds():
     for spread in (1.0, 5.0, 40.0):
         log_q = torch.log_softmax(spread * torch.randn(3, 20, generator=generator), -1)
         tree = best_first_tree(log_q, MAX_WIDTH, rank_cap=4)
-        curve.add(tree)
+        curve.add(tree.log_mass.exp().tolist(), tree.depths.tolist())
         masses.append(torch.nn.functional.pad(tree.log_mass.exp(), (0, MAX_WIDTH - tree.width)))
         chains.append(chain_tree(log_q, 3).log_mass.exp())
     assert curve.rounds == 3
@@ -280,10 +305,8 @@ def test_a_curve_is_learned_kept_and_used(target, draft, table):
     out = decoder.generate(prompt_of(5), max_new_tokens=60)
     assert out.token_ids == expected
     assert 0 < decoder.deployment.curve.rounds < LEARNED
-    log_q = torch.full((DEPTH, 300), -9.0)
-    log_q[:, 0] = -0.01
     while decoder.deployment.curve.rounds < LEARNED:
-        decoder.deployment.learn(best_first_tree(log_q, MAX_WIDTH))
+        decoder.deployment.learn([0.99**n for n in range(1, DEPTH + 1)], range(1, DEPTH + 1))
     learned = decoder.deployment.curve
     for one in (decoder, Decoder(target, draft)):
         policy = one._policy(Options("cast", "auto"), 5, 60)
@@ -294,6 +317,26 @@ def test_a_curve_is_learned_kept_and_used(target, draft, table):
     other = tiny_draft(seed=7, context=512)
     stranger = Deployment(Decoder(target, other))
     assert stranger.curve.rounds == 0  # another head of the same shapes
+
+
+def test_a_shipped_curve_is_used_as_it_is(target, draft, table):
+    """However few its rounds: nothing is learned into a file that somebody laid beside the head."""
+    ship(draft, rounds=3)
+    before = (draft.directory / "curve.json").read_bytes()
+    decoder = Decoder(target, draft)
+    for width in ("auto", "round"):
+        decoder.generate(prompt_of(5), width=width, max_new_tokens=60)
+    assert isinstance(decoder._policy(Options("cast", "auto"), 5, 60), AutoWidth)
+    assert (draft.directory / "curve.json").read_bytes() == before and decoder.deployment.curve.rounds == 3
+
+
+def test_a_head_of_fewer_tokens_learns_its_own_curve(target, draft, table):
+    """The shipped one is of all tokens: mass that such a head cannot propose is spread over those it can."""
+    ship(draft)
+    draft.restrict(list(range(100)), target)
+    decoder = Decoder(target, draft)
+    decoder.generate(prompt_of(5), max_new_tokens=20)
+    assert not decoder.deployment.shipped and 0 < decoder.deployment.curve.rounds < LEARNED
 
 
 def test_a_curve_is_learned_from_usual_trees_alone(target, draft, table):

@@ -270,9 +270,9 @@ def play(back_off: BackOff, rounds: int, committed: int, ar_tokens: float = 2.0)
     for _ in range(rounds):
         done.append("draft" if back_off.drafting else "ar")
         if back_off.drafting:
-            back_off.drafted(committed, ar_tokens)
+            back_off.after_draft(committed, ar_tokens)
         else:
-            back_off.decoded()
+            back_off.after_ar(1)
     return done
 
 
@@ -315,7 +315,7 @@ def test_back_off_needs_a_loss():
     assert "ar" not in play(BackOff(), 500, committed=2)
     back_off = BackOff(purse=2.0)
     for committed in [4, 1] * 100:
-        back_off.drafted(committed, 2.4)
+        back_off.after_draft(committed, 2.4)
         assert back_off.drafting
     play(back_off, 10, committed=5)
     assert "ar" not in play(back_off, 4, committed=1)
