@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from minicast.command import DTYPES, Choice, Placement, guarded, note_no_effect
 from minicast.curve import MassCurve
-from minicast.prompts import PROMPTS, read_prompts
+from minicast.prompts import EVERYTHING, PROMPTS, read_prompts
 from minicast.report import commit
 from minicast.tree import Tree, ranked_tree, top_ranked
 from minicast.width import MAX_WIDTH
@@ -59,7 +59,6 @@ SCHEDULE = (8, 4, 2, 2)  # the paper's fixed schedule: children of a node by dep
 BATCH = 32          # prompts answered together
 BLOCKS = 32         # blocks drafted in one pass: bounds the memory of their logits
 TABLE_WIDTHS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
-EVERYTHING = "all"  # stands for the domain where all are pooled
 
 
 # Recording

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from minicast.command import guarded, note_no_effect
-from minicast.prompts import read_prompts
+from minicast.prompts import EVERYTHING, domain_name, read_prompts
 from minicast.tree import best_first_tree, chain_tree
 from minicast.verify import child_rows, walk_rows
 from model.config import read_config, target_config
@@ -146,20 +146,20 @@ class Trainer:
 
     def validate(self) -> None:
         """Held-out R of chain and tree, by domain and in all; the best head so far goes to `out`."""
-        lengths: dict[str, dict[str, list[int]]] = {"all": {"chain": [], "tree": []}}
+        lengths: dict[str, dict[str, list[int]]] = {EVERYTHING: {"chain": [], "tree": []}}
         for example in self.held_out:
             with self.autocast:
                 rounds = replay(self.draft, self.target, example, self.sampler.cache.get(example))
             own = lengths.setdefault(example.domain, {"chain": [], "tree": []})
             for method, values in rounds.items():
                 own[method] += values
-                lengths["all"][method] += values
+                lengths[EVERYTHING][method] += values
         R = {domain: {m: sum(v) / len(v) for m, v in methods.items()} for domain, methods in lengths.items()}
         progress = self.progress
         minutes = round(progress.seconds / 60, 1)
         progress.curve.append({"minutes": minutes, "steps": progress.step, "predicted": progress.predicted, "R": R})
-        if R["all"]["tree"] > progress.best:
-            progress.best = R["all"]["tree"]
+        if R[EVERYTHING]["tree"] > progress.best:
+            progress.best = R[EVERYTHING]["tree"]
             save_head(self.draft, self.out, self.frequent)
         write_atomically(self.out / "README.md", model_card(self))
         told = ", ".join(f"{domain} {r['chain']:.2f} / {r['tree']:.2f}" for domain, r in R.items())
@@ -349,6 +349,8 @@ def work_directory(out: Path) -> Path:
 def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], list[Example]]:
     """The given prompts by domain, and the given responses."""
     prompts: dict[str, list[str]] = {}
+    for file in (*arguments.prompts, *arguments.responses):
+        domain_name(file.stem, file)
     for file in arguments.prompts:  # files of one name, in different directories, are one domain
         prompts.setdefault(file.stem, []).extend(prompt.text for prompt in read_prompts([file], None))
     if arguments.templates:
@@ -454,7 +456,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
     parser.add_argument("--prompts", nargs="+", type=Path, default=[], help="JSONL files; the target answers them first")
     parser.add_argument("--templates", type=at_least(0), default=0, help="prompts from each of the built-in template sets")
-    parser.add_argument("--responses", nargs="+", default=[], help="JSONL files of [prompt ids, response ids]")
+    parser.add_argument("--responses", nargs="+", type=Path, default=[], help="JSONL files of [prompt ids, response ids]")
     parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")
     parser.add_argument("--minutes", type=between(0, math.inf), default=60.0, help="of training; answering the prompts comes on top")
     parser.add_argument("--init", help="a head to go on from; default: start at the target's last layers")

@@ -15,8 +15,8 @@ from minicast import audit, bench, decode, figures, machine, probe, prompts, rou
 from minicast.bench import Arm, Journal, Plan
 from minicast.command import Choice
 from minicast.decode import Decoder, Output
-from minicast.figures import MEAN, Departure, Estimate, Record
-from minicast.prompts import Prompt, Question
+from minicast.figures import Departure, Estimate, Record
+from minicast.prompts import MEAN, Prompt, Question
 from minicast.subject import load_random_head
 from model import load_draft, load_target, load_tokenizer
 from model.errors import UsageError, UserError
@@ -69,6 +69,18 @@ def test_names_the_line_it_cannot_read(tmp_path):
     file.write_text("\n")
     with pytest.raises(UsageError, match="broken.jsonl: no prompts in there"):
         prompts.read_prompts([file], None)
+
+
+@pytest.mark.parametrize("name", ["all", "mean"])
+def test_a_domain_is_not_called_what_stands_for_all_of_them(name, tmp_path, capsys):
+    """A table's row of totals would be told from it by nothing, and the file's figures would count twice."""
+    file, own = tmp_path / f"{name}.jsonl", tmp_path / "own.jsonl"
+    file.write_text('"x"\n')
+    own.write_text(json.dumps({"prompt": "x", "domain": name}))
+    for prompt_file in (file, own):
+        assert bench.main(["--prompts", str(prompt_file)]) == 2
+        said = f"bench: {prompt_file}:1: {name!r} is no name of a domain, it stands for all of them: give it another\n"
+        assert capsys.readouterr().err == said
 
 
 def test_own_prompts_cover_three_domains():
