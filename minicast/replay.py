@@ -18,7 +18,7 @@ Symbols: T tokens of an answer, b pending root, L block depth, K rank cap, N wid
 A round can start at T - 1 positions: the last token of an answer is no root. Nothing here reads a clock.
 """
 
-from minicast.program import Parser, at_least, start
+from minicast.program import Parser, at_least, model_flags, start
 
 start(__name__)  # before anything slow is imported
 
@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minicast.command import DTYPES, Choice, Placement, guarded, note_no_effect
+from minicast.command import Choice, Placement, guarded, note_no_effect
 from minicast.curve import MassCurve
 from minicast.prompts import EVERYTHING, PROMPTS, read_prompts
 from minicast.report import commit
@@ -536,10 +536,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         "on; default: a small set of our own")
     parser.add_argument("--limit", type=at_least(1), metavar="K", help="only a domain's first K prompts")
     parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="default: %(default)s")
-    parser.add_argument("--model", help="directory, hub id or known name")
-    parser.add_argument("--draft-model", help="likewise; default: the head known for the target")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
+    model_flags(parser, vocabulary=False)
     return parser.parse_args(argv)
 
 

@@ -13,7 +13,7 @@ where the machine does these faster (any GPU, a CPU with matrix units), else in 
 optimizer stay in float32. On a GPU the pass is compiled. It trains no target.
 """
 
-from minicast.program import Parser, at_least, between, each_once, start
+from minicast.program import Parser, at_least, each_once, number, start
 
 start(__name__)  # before anything slow is imported
 
@@ -453,18 +453,20 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
 
 def flags() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m model.train_dflash", description="Train a DFlash head.")
+    minutes = number("a number above 0", lambda value: 0 < value < math.inf)
+    rate = number("a number above 0 and below 1", lambda value: 0 < value < 1)
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
     parser.add_argument("--prompts", nargs="+", type=Path, default=[], help="JSONL files; the target answers them first")
     parser.add_argument("--templates", type=at_least(0), default=0, help="prompts from each of the built-in template sets")
     parser.add_argument("--responses", nargs="+", type=Path, default=[], help="JSONL files of [prompt ids, response ids]")
     parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")
-    parser.add_argument("--minutes", type=between(0, math.inf), default=60.0, help="of training; answering the prompts comes on top")
+    parser.add_argument("--minutes", type=minutes, default=60.0, help="of training; answering the prompts comes on top")
     parser.add_argument("--init", help="a head to go on from; default: start at the target's last layers")
     parser.add_argument("--layers", type=at_least(1), default=3, help="of the head; default: %(default)s")
     parser.add_argument("--block", type=at_least(2), default=8, help="positions drafted in one pass, the root's included")
     parser.add_argument("--taps", type=each_once(0), default=[], metavar="I,I,...",
                         help="target layers that it reads, 0 the first; default: five, evenly spread")
-    parser.add_argument("--rate", type=between(0, 1), default=1.2e-3, help="peak learning rate; about half of it with --init")
+    parser.add_argument("--rate", type=rate, default=1.2e-3, help="peak learning rate; about half of it with --init")
     parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="of each answer")
     parser.add_argument("--held-out", type=at_least(1), default=8, help="answers of each file kept for validation")
     return parser

@@ -108,11 +108,15 @@ def test_refuses_flags_that_would_be_ignored(cli, flags):
 
 def test_help_and_usage_errors_do_not_import_torch():
     """Importing torch takes seconds, which --help and a typing error should not."""
+    wrong = {"--temperature": ("hot", "-1", "nan", "inf"), "--top-p": ("0", "1.5", "nan"), "--top-k": ("0",)}
+    wrong |= {"--seed": ("-1", str(2**63)), "--rank-cap": ("0",), "--width": ("wide",)}
+    lines = [["--help"], ["--raw"], *(["-p", "x", flag, value] for flag, values in wrong.items() for value in values)]
     code = (
         "import sys, run\n"
-        "for flags in (['--help'], ['-p', 'x', '--temperature', 'hot'], ['--raw']):\n"
+        f"for flags in {lines}:\n"
         "    try: run.main(flags)\n"
         "    except SystemExit: pass\n"
+        "    else: sys.exit(str(flags))\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
