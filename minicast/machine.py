@@ -73,7 +73,8 @@ class Share:
     """Where the time of an answer's rounds went, in seconds.
 
     Attributes:
-        target, head: inside the passes of the target, any use of its LM head included, and of the draft head
+        target, head: inside the passes of the target, any use of its LM head included, and of the draft head, with
+            its own rows of that where it has them
         total: of all rounds, the first draft included
     """
 
@@ -96,6 +97,8 @@ def measure_share(decoder: Decoder, prompt_ids: Sequence[int], **options) -> Sha
     clocked = [(decoder.target, "target", ("forward", "logits"))]
     if decoder.draft:
         clocked.append((decoder.draft, "head", ("forward", "extend")))
+        if decoder.draft.vocabulary_head:  # in the place of the target's LM head
+            clocked.append((decoder.draft.vocabulary_head, "head", ("forward",)))
     decoder.reset()
     with clocks(clocked, share, device):
         for step in decoder.stream(prompt_ids, **options):

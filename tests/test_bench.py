@@ -187,6 +187,24 @@ def test_share_counts_models_once_and_leaves_them_as_they_were(decoder, monkeypa
     assert alone.head == 0 and alone.target == 2 * 11
 
 
+def test_share_counts_a_restricted_head_as_the_drafters(models, monkeypatch):
+    """With fewer tokens to score, the head's own rows take the place of the target's LM head in every draft."""
+    ticks = [0]
+
+    def clock(device):
+        ticks[0] += 1
+        return float(ticks[0])
+
+    monkeypatch.setattr(machine, "clock", clock)
+    target, draft = load_target(models[0]), load_draft(models[1])
+    draft.restrict(range(100), target)
+    decoder = Decoder(target, draft)
+    share = machine.measure_share(decoder, [1, 2, 3], width=7, max_new_tokens=12)
+    rounds = len(decoder.output.round_lengths)
+    assert share.target == 2 * rounds and share.head == 3 * rounds - 1
+    assert "forward" not in vars(draft.vocabulary_head)
+
+
 def test_tree_builder_is_timed():
     assert 0 < machine.measure_tree_builder(builds=3) < 1000
 
