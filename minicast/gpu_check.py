@@ -38,7 +38,7 @@ from minicast.tree import ancestor_matrix
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, write_atomically
-from model.linear import Linear
+from model.linear import weight_bytes
 from model.random_weights import SHAPES, random_pair
 from model.transformer import Target, dot_product_attention
 
@@ -117,11 +117,6 @@ class Check:
 
 
 # Bytes a pass cannot do without
-
-def weight_bytes(*modules: torch.nn.Module) -> int:
-    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, Linear)]
-    return sum(layer.weight_bytes() for layer in layers)
-
 
 def cache_bytes(model: Target | DraftHead, positions: int) -> int:
     config, item = model.config, model.norm.weight.element_size()

@@ -16,9 +16,12 @@ from functools import partial
 import torch
 
 from minicast.decode import Decoder
-from minicast.tree import ranked_tree
-from model.linear import Linear
+from minicast.tree import RANK_CAP, ranked_tree
+from minicast.width import MAX_WIDTH
+from model.linear import linear_layers, weight_bytes
 from model.transformer import Target
+
+TREE_DEPTH = 15  # of the tree whose building is timed: a head of block 16
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,11 @@ class Floor:
 
 def measure_floor(target: Target, reads: int = 20) -> Floor:
     """Sum a buffer of the weights' size a few times. The fastest counts: the floor should not flatter."""
-    layers = [module for module in target.modules() if isinstance(module, Linear)]
-    weight_bytes = sum(layer.weight_bytes() for layer in layers)
-    buffer = torch.ones(weight_bytes // 8, dtype=torch.int64, device=target.device)
+    streamed = weight_bytes(target)
+    buffer = torch.ones(streamed // 8, dtype=torch.int64, device=target.device)
     fastest = min(timed(buffer.sum, target.device) for _ in range(reads))
-    weights = sum(layer.in_features * layer.out_features for layer in layers)
-    return Floor(weight_bytes, weights, weight_bytes / fastest)
+    weights = sum(layer.in_features * layer.out_features for layer in linear_layers(target))
+    return Floor(streamed, weights, streamed / fastest)
 
 
 def timed(run, device: torch.device) -> float:
@@ -134,14 +136,14 @@ def clocks(clocked, share: Share, device: torch.device):
                 delattr(module, name)  # the instance's; the class's shows again
 
 
-def measure_tree_builder(width: int = 127, depth: int = 15, ranks: int = 8, builds: int = 200) -> float:
-    """Milliseconds of one best-first tree from ranked lists (depth, ranks), the median."""
+def measure_tree_builder(builds: int = 200) -> float:
+    """Milliseconds of one best-first tree of MAX_WIDTH nodes from ranked lists (TREE_DEPTH, RANK_CAP), the median."""
     generator = torch.Generator().manual_seed(0)
     times = []
     for _ in range(builds):
-        logits = 2 * torch.randn(depth, 1000, generator=generator)
-        log_q, tokens = logits.log_softmax(-1).topk(ranks)
-        times.append(timed(partial(ranked_tree, tokens, log_q, width), log_q.device))
+        logits = 2 * torch.randn(TREE_DEPTH, 1000, generator=generator)
+        log_q, tokens = logits.log_softmax(-1).topk(RANK_CAP)
+        times.append(timed(partial(ranked_tree, tokens, log_q, MAX_WIDTH), log_q.device))
     return statistics.median(times) * 1e3
 
 

@@ -42,7 +42,7 @@ from minicast.command import Choice, Placement, guarded, note_no_effect
 from minicast.curve import MassCurve
 from minicast.prompts import EVERYTHING, PROMPTS, read_prompts
 from minicast.report import commit
-from minicast.tree import Tree, ranked_tree, top_ranked
+from minicast.tree import RANK_CAP, Tree, ranked_tree, top_ranked
 from minicast.width import MAX_WIDTH
 from model import hub, train_data
 from model.dflash import DraftHead
@@ -51,11 +51,11 @@ from model.files import check_directory, check_file, claim, claimed, write_atomi
 from model.transformer import KVCache, Target, Window
 
 RANKS = 32          # tokens kept at each depth
-RANK_CAP = 8        # K of the decoder and the paper
 CURVE_WIDTH = 15    # the mass curve is a mean over the rounds of a decode at this width
 CURVE_ROUNDS = 1500  # the paper's curve rests on so many; below, a warning
 SHAPE_WIDTH = 47    # where the paper compares shapes of trees
 SCHEDULE = (8, 4, 2, 2)  # the paper's fixed schedule: children of a node by depth, one below that
+BINS = 10           # of q, for its reliability
 BATCH = 32          # prompts answered together
 BLOCKS = 32         # blocks drafted in one pass: bounds the memory of their logits
 TABLE_WIDTHS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
@@ -489,10 +489,10 @@ def reliability(answers: Sequence[Replayable], bins: int = 10) -> list[Bin]:
         said_q.append(drafts.log_q[step.position, 0, :RANK_CAP].exp())
         hits.append(drafts.tokens[step.position, 0, :RANK_CAP] == said)
     q, hit = torch.cat(said_q), torch.cat(hits).float()
-    place = (q * bins).long().clamp(max=bins - 1)
-    chosen = [(k, place == k) for k in range(bins)]
+    place = (q * BINS).long().clamp(max=BINS - 1)
+    chosen = [(k, place == k) for k in range(BINS)]
     return [
-        Bin(k / bins, (k + 1) / bins, int(here.sum()), q[here].mean().item(), hit[here].mean().item())
+        Bin(k / BINS, (k + 1) / BINS, int(here.sum()), q[here].mean().item(), hit[here].mean().item())
         for k, here in chosen
         if here.any()
     ]

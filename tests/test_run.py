@@ -20,7 +20,7 @@ from minicast import bench, command, probe
 from minicast.decode import Decoder, Output, Round
 from minicast.methods import METHODS
 from minicast.terminal import DIM, GREEN, PLAIN, RESET, Answer, Screen, show_answer, tree_lines
-from minicast.tree import Tree
+from minicast.tree import RANK_CAP, Tree
 from model import load_draft, load_target, load_tokenizer
 from model.errors import UserError
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
@@ -127,7 +127,9 @@ def test_choices_are_what_the_decoder_offers():
     choices = {action.dest: action.choices for action in parser_actions()}
     assert set(choices["method"]) == set(METHODS) and set(run.METHODS) == set(METHODS)
     assert set(choices["attention"]) == set(BODIES)
-    assert set(choices["dtype"]) == {"auto", *command.DTYPES}
+    for dtype in choices["dtype"]:
+        assert command.Placement.choose("cpu", dtype).dtype.is_floating_point
+    assert {action.dest: action.default for action in parser_actions()}["rank_cap"] == RANK_CAP
 
 
 DECODING = [  # flags, the option that must reach the decoder, its value there
