@@ -33,13 +33,12 @@ from torch import Tensor
 from minicast.command import guarded, note_no_effect
 from minicast.prompts import EVERYTHING, domain_name, read_prompts
 from minicast.tree import best_first_tree, chain_tree
-from minicast.verify import child_rows, walk_rows
-from model.config import read_config, target_config
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, claim, write_atomically
-from model.hub import check_name, resolve
-from model.linear import Linear
+from model.hub import check_name
+from model.linear import linear_layers
+from model.load import load_target
 from model.tokenizer import load_tokenizer
 from model.train_data import (
     Example,
@@ -55,7 +54,6 @@ from model.train_data import (
 from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_config, loaded_head, save_head
 from model.train_prompts import TEMPLATES, template_prompts
 from model.transformer import Target
-from model.weights import load_weights
 
 BATCH = {"cpu": (4, 32), "cuda": (32, 32)}  # a step's sequences, and blocks of each
 WARMUP, FLOOR = 0.03, 0.02  # of the budget; of the rate
@@ -422,21 +420,15 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
         note_no_effect("train_dflash", sorted(arguments.changed & {"layers", "block", "taps"}), "with --init")
     given = read_inputs(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = faster_dtype(device)
-    directory = resolve(arguments.target, "target")
-    config = target_config(read_config(directory), directory)
-    with torch.device("meta"):
-        target = Target(config)
-    load_weights(target, directory, dtype=dtype, device=device, tied=config.tied)
+    target = load_target(arguments.target, faster_dtype(device), device, pack=False)
     # Packing drops the plain weights: what training needs of them is taken first.
     lm_head = target.lm_head.weight.detach()
     if arguments.init is not None:
         draft = loaded_head(arguments.init, target)
     else:
         draft = fresh_head(head_config(target, arguments.layers, arguments.block, arguments.taps), target)
-    for module in target.modules():
-        if isinstance(module, Linear):
-            module.pack()
+    for layer in linear_layers(target):
+        layer.pack()
 
     examples = gather_answers(target, arguments, *given)
     if arguments.init is None:
