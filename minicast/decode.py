@@ -18,7 +18,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from graphs.capture import CompiledLayer, CudaRecorder, Graphs
+from graphs.capture import CompiledLayer, CudaRecorder, Graphs, clock
 from graphs.masks import BODIES
 from minicast.methods import METHODS, Method, Proposal, best_first, chain, is_own, no_tree
 from minicast.round import (
@@ -386,9 +386,7 @@ class Decoder:
 
     def _clock(self) -> float:
         """Seconds, with the device caught up (paper, Appendix D)."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
+        return clock(self.target.device)
 
 
 def generate(target: Target, draft: DraftHead | None, prompt_ids: Sequence[int], **options) -> Output:

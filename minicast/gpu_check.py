@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphs.capture import CompiledLayer
+from graphs.capture import CompiledLayer, clock
 from graphs.masks import BitMask, flex
 from minicast.command import guarded
 from minicast.decode import Decoder
@@ -75,22 +75,16 @@ class Check:
         """Positions of all caches: the slots of a cache are a shape, and a shape is compiled once for all stages."""
         return self.size(16384, 512)
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def milliseconds(self, run: Callable[[], object]) -> float:
         """Of one `run()`, once warm: the median of a few groups, each of some passes in a row."""
         groups, passes = self.size(5, 1), self.size(10, 1)
         run()
         times = []
         for _ in range(groups):
-            self.synchronize()
-            started = time.perf_counter()
+            started = clock(self.device)
             for _ in range(passes):
                 run()
-            self.synchronize()
-            times.append((time.perf_counter() - started) / passes * 1e3)
+            times.append((clock(self.device) - started) / passes * 1e3)
         return statistics.median(times)
 
     def bytes_per_second(self) -> float:
@@ -259,7 +253,7 @@ def profile(check: Check) -> None:
         wall = check.milliseconds(run)
         with torch.profiler.profile(activities=activities) as profiled:
             run()
-            check.synchronize()
+            clock(check.device)  # the device has caught up
         kernels: dict[str, list[float]] = {}
         for event in profiled.events():
             if event.device_type.name.lower() == check.device.type:

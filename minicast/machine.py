@@ -7,7 +7,6 @@ what trees, packing, walking and bookkeeping take of a round. Nothing here choos
 import os
 import platform
 import statistics
-import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from functools import partial
 
 import torch
 
+from graphs.capture import clock
 from minicast.decode import Decoder
 from minicast.tree import RANK_CAP, ranked_tree
 from minicast.width import MAX_WIDTH
@@ -62,12 +62,6 @@ def timed(run, device: torch.device) -> float:
     started = clock(device)
     run()
     return clock(device) - started
-
-
-def clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @dataclass
