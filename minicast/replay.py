@@ -481,7 +481,7 @@ def chain_rounds(answers: Sequence[Replayable]) -> Iterator[tuple[Replayable, St
             yield answer, step
 
 
-def reliability(answers: Sequence[Replayable], bins: int = 10) -> list[Bin]:
+def reliability(answers: Sequence[Replayable]) -> list[Bin]:
     """The RANK_CAP best candidates at depth one, binned by q (paper, Figure 4b); empty bins are left out."""
     said_q, hits = [], []
     for answer, step in chain_rounds(answers):

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from minicast.command import guarded, note_no_effect
 from minicast.prompts import EVERYTHING, domain_name, read_prompts
+from minicast.replay import needed
 from minicast.tree import best_first_tree, chain_tree
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
@@ -188,10 +189,9 @@ class Trainer:
         way_out = f"delete {self.checkpoint} to begin anew, answers are kept"
         try:
             state = torch.load(self.checkpoint, map_location=self.target.device, weights_only=True)
-            shape = state.get("shape", self.shape())  # there are checkpoints that do not say
+            shape = state["shape"]
             if shape == self.shape():
-                mask = state.get("mask_token_id", self.draft.mask_token_id)
-                self.draft.config = dataclasses.replace(self.draft.config, mask_token_id=mask)
+                self.draft.config = dataclasses.replace(self.draft.config, mask_token_id=state["mask_token_id"])
                 self.draft.load_state_dict(state["draft"])
                 self.optimizer.load_state_dict(state["optimizer"])
                 self.sampler.load_state(state["sampler"])
@@ -241,7 +241,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def replay(draft: DraftHead, target: Target, example: Example, reading: Reading, width: int = WIDTH) -> dict:
+def replay(draft: DraftHead, target: Target, example: Example, reading: Reading) -> dict[str, list[int]]:
     """Tokens of each round if the decoder wrote the answer `example` again with this head: chain, and best tree.
 
     Greedy decoding writes this answer whatever is drafted, so acceptance follows from the drafts alone and the target
@@ -257,11 +257,9 @@ def replay(draft: DraftHead, target: Target, example: Example, reading: Reading,
             if place not in drafts:
                 drafts[place] = target.logits(states[place]).float().log_softmax(-1)
             log_q = drafts[place]
-            tree = chain_tree(log_q, depth) if method == "chain" else best_first_tree(log_q, width, rank_cap=8)
+            tree = chain_tree(log_q, depth) if method == "chain" else best_first_tree(log_q, WIDTH)
             ahead = response[place + 1 :]
-            children = child_rows([0, *tree.tokens.tolist()], [0, *(tree.parents + 1).tolist()])
-            path, _ = walk_rows(children, lambda row, depth: ahead[depth] if depth < len(ahead) else -1)
-            lengths.append(min(len(path), len(ahead)))
+            lengths.append(min(1 + len(needed(tree, ahead)), len(ahead)))
             place += lengths[-1]
     return rounds
 

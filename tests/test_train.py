@@ -398,6 +398,9 @@ def test_a_checkpoint_of_another_head_or_none(tmp_path, target, capsys):
         torch.save(state | {part: {"nothing": 0}}, trainer.checkpoint)
         with pytest.raises(UserError, match="delete"):
             small_trainer(tmp_path, target).resume()
+    torch.save({part: value for part, value in state.items() if part != "shape"}, trainer.checkpoint)
+    with pytest.raises(UserError, match="delete"):
+        small_trainer(tmp_path, target).resume()
     torch.save(state, trainer.checkpoint)
     whole = trainer.checkpoint.read_bytes()
     for length in (0, 100, len(whole) - 100):
