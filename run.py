@@ -9,9 +9,12 @@ import argparse
 import json
 import sys
 
-from minicast.program import INTERRUPTED, Parser, at_least, complain, start
+from minicast.program import (
+    INTERRUPTED, Parser, at_least, compile_flags, complain, model_flags, sampling_flags, start,
+)
 
 METHODS = ("ar", "dflash", "cast")
+OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "rank_cap", "verifier")  # of the decoder
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -19,23 +22,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     task = parser.add_mutually_exclusive_group()
     task.add_argument("-p", "--prompt", help='"-" reads stdin, less its last newline')
     task.add_argument("--chat", action="store_true", help="several turns in one conversation; /help there says more")
-    group = parser.add_argument_group("model")
-    group.add_argument("--model", help="directory, hub id or known name; default: smollm2")
-    group.add_argument("--draft-model", help="likewise; default: the head known for the model")
-    group.add_argument("--draft-vocabulary", type=at_least(1), metavar="V",
-                       help="the head scores only the V most frequent tokens: faster drafts, the same text")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    model_flags(parser.add_argument_group("model"))
     group = parser.add_argument_group("prompt")
     group.add_argument("--system", metavar="TEXT", help="system prompt")
     group.add_argument("--enable-thinking", action="store_true", help="where the chat template has this mode")
     group.add_argument("--raw", action="store_true", help="continue the prompt, no chat template")
     group = parser.add_argument_group("decoding")
     group.add_argument("--max-new-tokens", type=at_least(0), default=256, metavar="N", help="default: %(default)s")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    group.add_argument("--top-k", type=at_least(1), metavar="K", help="sample from the K likeliest; default: all")
-    group.add_argument("--top-p", type=float, metavar="P", help="and from as few as have mass P; default: 1")
-    group.add_argument("--seed", type=at_least(0), default=0, help="of samples; default: %(default)s")
+    sampling_flags(group, seed="")
     group.add_argument("--method", choices=METHODS, default="cast", help="default: %(default)s")
     group.add_argument("--width", type=at_least(0, auto="auto", round="round"), default="auto", metavar="N",
                        help="nodes of cast's tree, cut to 127; auto, the default: as many as pay on this machine; "
@@ -44,14 +38,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--probe-full", action="store_true", help="the paper's long probe, and the N* it gives, on stderr")
     group.add_argument("--rank-cap", type=at_least(1, none=None), default=8, metavar="K",
                        help="tokens kept at each depth of the tree, or none; default: %(default)s")
-    group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
-    group.add_argument("--attention", choices=("sdpa", "static", "flex"),
-                       help="default: sdpa on a CPU, flex on a GPU")
-    compiling = group.add_mutually_exclusive_group()
-    compiling.add_argument("--compile", action="store_true", default=None,
-                           help="on a CPU: compile the layers; a minute at the first start, seconds later")
-    compiling.add_argument("--eager", action="store_false", dest="compile", default=None,
-                           help="on a GPU: compile and capture nothing")
+    compile_flags(group)
     group = parser.add_argument_group("output")
     group.add_argument("--show-tree", action="store_true", help="each round's packed tree, then the text")
     group.add_argument("--explain-round", type=at_least(1), nargs="?", const=1, metavar="K",
@@ -78,20 +65,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def decoding_options(arguments: argparse.Namespace) -> dict:
-    """What the flags ask of the decoder, checked, less method and width."""
-    from minicast.decode import Options
-    from model.errors import UsageError
-
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "rank_cap", "verifier")
-    options = {name: getattr(arguments, name) for name in names}
-    try:
-        Options(arguments.method, arguments.width, **options)
-    except UsageError as error:  # it begins with the option's name
-        raise UsageError("--" + str(error).replace("_", "-")) from error
-    return options
-
-
 def encode_prompt(arguments: argparse.Namespace, tokenizer) -> list[int]:
     from minicast.command import read_stdin
 
@@ -108,7 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
     from minicast.decode import Decoder
     from minicast.terminal import Screen, show_answer
 
-    options = decoding_options(arguments)
     placement = Placement.choose(arguments.device, arguments.dtype)
     autoregressive = arguments.method == "ar" or (arguments.method == "cast" and arguments.width == 0)
     probes = arguments.explain or arguments.reprobe or arguments.probe_full
@@ -128,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         from minicast.narrate import Watcher, explain_round
     decoder_class = Watcher if arguments.explain_round else Decoder
     decoder = decoder_class(target, draft, compile=arguments.compile, attention=arguments.attention)
-    options["stop_ids"] = tokenizer.stop_ids
+    options = {name: getattr(arguments, name) for name in OPTIONS} | {"stop_ids": tokenizer.stop_ids}
     request = options | {"method": arguments.method, "width": arguments.width}
     screen = Screen()
     if arguments.chat:

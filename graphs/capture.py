@@ -18,13 +18,13 @@ What a graph can hold, and why the code it holds looks as it does:
 Recording runs nothing, and is preceded by runs that compile, tune and allocate, on the real buffers: these
 are put back afterwards, and what warm-up left in the caches lies above the committed prefix. Graphs share one
 pool of memory, since no two run at once; so an output is read, or copied, before the next replay. Larger
-graphs leave room that smaller ones fit into: who knows that several will be needed asks for the largest
-first.
+graphs leave room that smaller ones fit into. If several graphs will be needed, record the largest first.
 
-Nothing here knows what a round is: `minicast.decode` does, and runs the same functions uncaptured on a CPU.
+Nothing here knows what a round is: that is in `minicast.round`, and on a CPU its functions run uncaptured.
 """
 
 import sys
+import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import contextmanager
@@ -111,6 +111,13 @@ def to_host(values: Tensor) -> Tensor:
     done.record(torch.cuda.current_stream(values.device))
     done.synchronize()
     return host
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, with the device caught up."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @dataclass

@@ -11,7 +11,9 @@ The clocks of an answer are in `minicast.decode`, the definitions of the figures
 beside them in `minicast.machine`, whether the tokens are right in `minicast.audit`, tables in `minicast.report`.
 """
 
-from minicast.program import Parser, Unwritable, at_least, each_once, start
+from minicast.program import (
+    Parser, Unwritable, at_least, compile_flags, each_once, model_flags, sampling_flags, start,
+)
 
 start(__name__)  # before anything slow is imported
 
@@ -28,10 +30,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from graphs.masks import BODIES
 from minicast.audit import Audit, first_departure, is_failure
-from minicast.command import DTYPES, Placement, guarded, note_idle_flags, note_no_effect
-from minicast.decode import Decoder, Options, Output
+from minicast.command import Placement, guarded, note_idle_flags, note_no_effect
+from minicast.decode import Decoder, Output
 from minicast.figures import Record, comparison, comparison_lines, located, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
@@ -278,27 +279,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="cut prompts to at most so many tokens, a table's domain each; also where "
                         "--probe-full probes, 1024 if not given")
     parser.add_argument("--repeats", type=at_least(1), default=1, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    parser.add_argument("--top-k", type=int, metavar="K")
-    parser.add_argument("--top-p", type=float, metavar="P")
-    parser.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
-    parser.add_argument("--seed", type=at_least(0), default=0,
-                        help="of samples (each repeat adds 1), the methods' order and the bootstrap")
-    parser.add_argument("--model", help="directory, hub id or known name")
-    parser.add_argument("--draft-model", help="likewise; default: the head known for the target")
-    parser.add_argument("--draft-vocabulary", type=at_least(1), metavar="V",
-                        help="tokens the head scores; default: all")
+    sampling_flags(parser, seed=" (each repeat adds 1), the methods' order and the bootstrap")
+    model_flags(parser)
     parser.add_argument("--random-weights", choices=(*SHAPES, HEAD), metavar="NAME",
                         help=f"a model of this shape, prompts of --prefix random ids (default: {PREFIX}): "
                         f"{', '.join(SHAPES)}; or {HEAD}: the model as it is, its head of random weights")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
-    parser.add_argument("--attention", choices=BODIES, help="default: what the device runs best")
-    compiling = parser.add_mutually_exclusive_group()
-    compiling.add_argument("--compile", action="store_true", default=None,
-                           help="on a CPU: compile the layers; a minute at the first start, seconds later")
-    compiling.add_argument("--eager", action="store_false", dest="compile", default=None,
-                           help="on a GPU: compile and capture nothing")
+    compile_flags(parser)
     parser.add_argument("--probe-full", action="store_true",
                         help="the paper's long probe of this machine too, and the N* it gives")
     parser.add_argument("--audit", action="store_true",
@@ -340,7 +326,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         note_no_effect("bench", others, "on --gpu-check")
         return gpu_check.main(arguments)
     options = {name: getattr(arguments, name) for name in ("verifier", *SAMPLING)}
-    if not Options(**options).sampling.greedy and arguments.audit:  # checked before anything is loaded
+    if arguments.temperature > 0 and arguments.audit:
         raise UsageError("--audit compares with the target's best token: leave out --temperature")
     if arguments.out:
         check_outputs(arguments.out)

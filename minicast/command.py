@@ -18,10 +18,10 @@ from model import check_pair, hub, load_draft, load_target, load_tokenizer
 from model.config import read_json
 from model.dflash import FREQUENT_TOKENS, DraftHead
 from model.errors import UsageError, UserError
+from model.load import place
 from model.tokenizer import Tokenizer
 from model.transformer import Target
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # "illegal memory access" is none of these
 
@@ -112,17 +112,15 @@ class Placement:
     @classmethod
     def choose(cls, device: str, dtype: str) -> "Placement":
         """From the values of --device and --dtype, "auto" included."""
-        place = _device(device)
-        automatic = torch.float32 if place.type == "cpu" else torch.bfloat16
-        return cls(place, automatic if dtype == "auto" else DTYPES[dtype])
+        return cls(*place(_device(device), None if dtype == "auto" else getattr(torch, dtype)))
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str) -> torch.device | None:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return None
     try:
         device = torch.device(name)
     except RuntimeError:

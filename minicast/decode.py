@@ -18,14 +18,14 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from graphs.capture import CompiledLayer, CudaRecorder, Graphs
+from graphs.capture import CompiledLayer, CudaRecorder, Graphs, clock
 from graphs.masks import BODIES
 from minicast.methods import METHODS, Method, Proposal, best_first, chain, is_own, no_tree
 from minicast.round import (
     FAULTS, MAX_ROWS, Request, Settled, State, pack, prefill, propose, read_features, settle,
 )
-from minicast.sampling import SamplingParams
-from minicast.tree import Tree
+from minicast.sampling import SamplingParams, is_integer
+from minicast.tree import RANK_CAP, Tree
 from minicast.verify import target_choices
 from minicast.width import MAX_WIDTH, UNINFORMED, FixedWidth, Policy, clamp_width, is_policy
 from model.config import check_pair
@@ -58,22 +58,19 @@ class Options:
     top_p: float | None = None
     seed: int = 0
     stop_ids: Sequence[int] = ()
-    rank_cap: int | None = 8
+    rank_cap: int | None = RANK_CAP
     verifier: str = "direct"
 
     def __post_init__(self):
-        def whole(value) -> bool:
-            return isinstance(value, Integral) and not isinstance(value, bool)
-
-        N, K, ids = self.width, self.rank_cap, self.stop_ids
+        N, K, ids, most = self.width, self.rank_cap, self.stop_ids, self.max_new_tokens
         rules = {
             "method": (callable(self.method) or self.method in METHODS, f"one of {', '.join(METHODS)}, or a function"),
             "width": (
-                is_policy(N) or N in ("auto", "round") or (whole(N) and N >= 0),
+                is_policy(N) or N in ("auto", "round") or (is_integer(N) and N >= 0),
                 f"auto, round, a whole number from 0 to {MAX_WIDTH} or a policy",
             ),
-            "max_new_tokens": (whole(self.max_new_tokens) and self.max_new_tokens >= 0, "a whole number of at least 0"),
-            "rank_cap": (K is None or (whole(K) and K >= 1), "at least 1, or none to keep all ranks"),
+            "max_new_tokens": (is_integer(most) and most >= 0, "a whole number of at least 0"),
+            "rank_cap": (K is None or (is_integer(K) and K >= 1), "at least 1, or none to keep all ranks"),
             "verifier": (self.verifier in ("direct", "stochastic"), "direct or stochastic"),
             "stop_ids": (isinstance(ids, Container) and not isinstance(ids, str), "a collection of token ids"),
         }
@@ -304,7 +301,7 @@ class Decoder:
         length, context, ids = len(prompt_ids), self.target.context, range(self.target.vocab_size)
         if length == 0:
             raise UsageError("the prompt has no tokens; give at least one")
-        if not all(isinstance(token, Integral) and type(token) is not bool and token in ids for token in prompt_ids):
+        if not all(is_integer(token) and token in ids for token in prompt_ids):
             raise UsageError(f"the prompt must be ids of the vocabulary of {len(ids)}: see encode_chat")
         if length > context:
             raise UsageError(f"the prompt has {length} tokens, the target's context is {context}; shorten the prompt")
@@ -389,9 +386,7 @@ class Decoder:
 
     def _clock(self) -> float:
         """Seconds, with the device caught up (paper, Appendix D)."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
+        return clock(self.target.device)
 
 
 def generate(target: Target, draft: DraftHead | None, prompt_ids: Sequence[int], **options) -> Output:

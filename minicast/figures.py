@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from minicast.decode import Output
+from minicast.prompts import MEAN
 
 RESAMPLES = 10_000
-MEAN = "mean"  # stands for the domain in the row of averages
 
 
 @dataclass(frozen=True)

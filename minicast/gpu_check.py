@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphs.capture import CompiledLayer
+from graphs.capture import CompiledLayer, clock
 from graphs.masks import BitMask, flex
 from minicast.command import guarded
 from minicast.decode import Decoder
@@ -38,7 +38,7 @@ from minicast.tree import ancestor_matrix
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, write_atomically
-from model.linear import Linear
+from model.linear import weight_bytes
 from model.random_weights import SHAPES, random_pair
 from model.transformer import Target, dot_product_attention
 
@@ -75,22 +75,16 @@ class Check:
         """Positions of all caches: the slots of a cache are a shape, and a shape is compiled once for all stages."""
         return self.size(16384, 512)
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def milliseconds(self, run: Callable[[], object]) -> float:
         """Of one `run()`, once warm: the median of a few groups, each of some passes in a row."""
         groups, passes = self.size(5, 1), self.size(10, 1)
         run()
         times = []
         for _ in range(groups):
-            self.synchronize()
-            started = time.perf_counter()
+            started = clock(self.device)
             for _ in range(passes):
                 run()
-            self.synchronize()
-            times.append((time.perf_counter() - started) / passes * 1e3)
+            times.append((clock(self.device) - started) / passes * 1e3)
         return statistics.median(times)
 
     def bytes_per_second(self) -> float:
@@ -117,11 +111,6 @@ class Check:
 
 
 # Bytes a pass cannot do without
-
-def weight_bytes(*modules: torch.nn.Module) -> int:
-    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, Linear)]
-    return sum(layer.weight_bytes() for layer in layers)
-
 
 def cache_bytes(model: Target | DraftHead, positions: int) -> int:
     config, item = model.config, model.norm.weight.element_size()
@@ -264,7 +253,7 @@ def profile(check: Check) -> None:
         wall = check.milliseconds(run)
         with torch.profiler.profile(activities=activities) as profiled:
             run()
-            check.synchronize()
+            clock(check.device)  # the device has caught up
         kernels: dict[str, list[float]] = {}
         for event in profiled.events():
             if event.device_type.name.lower() == check.device.type:

@@ -7,7 +7,6 @@ what trees, packing, walking and bookkeeping take of a round. Nothing here choos
 import os
 import platform
 import statistics
-import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +14,14 @@ from functools import partial
 
 import torch
 
+from graphs.capture import clock
 from minicast.decode import Decoder
-from minicast.tree import ranked_tree
-from model.linear import Linear
+from minicast.tree import RANK_CAP, ranked_tree
+from minicast.width import MAX_WIDTH
+from model.linear import linear_layers, weight_bytes
 from model.transformer import Target
+
+TREE_DEPTH = 15  # of the tree whose building is timed: a head of block 16
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,11 @@ class Floor:
 
 def measure_floor(target: Target, reads: int = 20) -> Floor:
     """Sum a buffer of the weights' size a few times. The fastest counts: the floor should not flatter."""
-    layers = [module for module in target.modules() if isinstance(module, Linear)]
-    weight_bytes = sum(layer.weight_bytes() for layer in layers)
-    buffer = torch.ones(weight_bytes // 8, dtype=torch.int64, device=target.device)
+    streamed = weight_bytes(target)
+    buffer = torch.ones(streamed // 8, dtype=torch.int64, device=target.device)
     fastest = min(timed(buffer.sum, target.device) for _ in range(reads))
-    weights = sum(layer.in_features * layer.out_features for layer in layers)
-    return Floor(weight_bytes, weights, weight_bytes / fastest)
+    weights = sum(layer.in_features * layer.out_features for layer in linear_layers(target))
+    return Floor(streamed, weights, streamed / fastest)
 
 
 def timed(run, device: torch.device) -> float:
@@ -62,18 +64,13 @@ def timed(run, device: torch.device) -> float:
     return clock(device) - started
 
 
-def clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 @dataclass
 class Share:
     """Where the time of an answer's rounds went, in seconds.
 
     Attributes:
-        target, head: inside the passes of the target, any use of its LM head included, and of the draft head
+        target, head: inside the passes of the target, any use of its LM head included, and of the draft head, with
+            its own rows of that where it has them
         total: of all rounds, the first draft included
     """
 
@@ -96,6 +93,8 @@ def measure_share(decoder: Decoder, prompt_ids: Sequence[int], **options) -> Sha
     clocked = [(decoder.target, "target", ("forward", "logits"))]
     if decoder.draft:
         clocked.append((decoder.draft, "head", ("forward", "extend")))
+        if decoder.draft.vocabulary_head:  # in the place of the target's LM head
+            clocked.append((decoder.draft.vocabulary_head, "head", ("forward",)))
     decoder.reset()
     with clocks(clocked, share, device):
         for step in decoder.stream(prompt_ids, **options):
@@ -131,14 +130,14 @@ def clocks(clocked, share: Share, device: torch.device):
                 delattr(module, name)  # the instance's; the class's shows again
 
 
-def measure_tree_builder(width: int = 127, depth: int = 15, ranks: int = 8, builds: int = 200) -> float:
-    """Milliseconds of one best-first tree from ranked lists (depth, ranks), the median."""
+def measure_tree_builder(builds: int = 200) -> float:
+    """Milliseconds of one best-first tree of MAX_WIDTH nodes from ranked lists (TREE_DEPTH, RANK_CAP), the median."""
     generator = torch.Generator().manual_seed(0)
     times = []
     for _ in range(builds):
-        logits = 2 * torch.randn(depth, 1000, generator=generator)
-        log_q, tokens = logits.log_softmax(-1).topk(ranks)
-        times.append(timed(partial(ranked_tree, tokens, log_q, width), log_q.device))
+        logits = 2 * torch.randn(TREE_DEPTH, 1000, generator=generator)
+        log_q, tokens = logits.log_softmax(-1).topk(RANK_CAP)
+        times.append(timed(partial(ranked_tree, tokens, log_q, MAX_WIDTH), log_q.device))
     return statistics.median(times) * 1e3
 
 

@@ -1,7 +1,7 @@
 """What a method of one's own may return: a tree that can be packed and verified.
 
-A wrong depth would give wrong positions, and another text without a word. The methods of `methods` cannot go wrong so
-and are not checked.
+A wrong depth would give wrong positions, and another text without a word. Built-in methods cannot make these mistakes,
+so they are not checked.
 """
 
 import torch

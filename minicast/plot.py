@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import mode
 
 from minicast.command import guarded
-from minicast.figures import MEAN, chosen_width
-from minicast.replay import EVERYTHING
+from minicast.figures import chosen_width
+from minicast.prompts import EVERYTHING, MEAN
 from minicast.width import FIT_FROM, CostModel
 from model.errors import UsageError, UserError
 from model.files import check_directory, read_text

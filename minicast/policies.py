@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 
 from minicast.curve import MassCurve
 from minicast.probe import Costs, decide_by, policy_of
-from minicast.replay import EVERYTHING, RANK_CAP, Replayable, committed
+from minicast.prompts import EVERYTHING
+from minicast.replay import Replayable, committed
+from minicast.tree import RANK_CAP
 from minicast.width import BackOff, FixedWidth
 
 SWEPT = (1, 2, 3, 4, 5, 6, 7, 11, 15, 23, 31, 47, 63, 95, 127)

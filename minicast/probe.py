@@ -36,7 +36,7 @@ from model.default_model import cache_directory
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import read_text, write_atomically
-from model.linear import Linear
+from model.linear import weight_bytes
 
 FORMAT = 1  # of the cached costs: raise it when what is measured changes
 ASKED = (1, 4, 8, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # row counts, where they are not the buckets'
@@ -459,7 +459,6 @@ def prefix_bucket(positions: int, context: int) -> int:
 def cost_key(decoder: Decoder, prefix: int) -> dict:
     """All that decides what a round costs. Weights do not, only their shapes and layout."""
     target, draft, state = decoder.target, decoder.draft, decoder.state
-    layers = [module for module in target.modules() if isinstance(module, Linear)]
     return {
         "format": FORMAT,
         "torch": torch.__version__,
@@ -469,7 +468,7 @@ def cost_key(decoder: Decoder, prefix: int) -> dict:
         "target": repr(target.config),
         "draft": repr(draft.config),
         "draft_vocabulary": scored_tokens(draft),
-        "weight_bytes": sum(layer.weight_bytes() for layer in layers),
+        "weight_bytes": weight_bytes(target),
         "attention": type(state.body).__name__,
         "compiled": state.body.layer is not None,
         "positions": decoder.max_length if state.static else 0,

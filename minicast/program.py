@@ -57,29 +57,23 @@ class Parser(argparse.ArgumentParser):
 def at_least(least: int, **words):
     """An argparse type: a whole number of at least `least`, or the value of one of the words."""
     rule = " or ".join(filter(None, (", ".join(words), f"a whole number of at least {least}")))
+    parse = number(rule, lambda value: value >= least, int)
+    return lambda text: words[text] if text in words else parse(text)
+
+
+def number(rule: str, holds: Callable[[float], bool], kind: type = float):
+    """An argparse type: a number of that kind for which `holds`; the rule says the same in words."""
 
     def parse(text: str):
-        if text in words:
-            return words[text]
-        return _number(text, int, lambda value: value >= least, rule)
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not holds(value):
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+        return value
 
     return parse
-
-
-def between(least: float, most: float):
-    """An argparse type: a number above `least` and below `most`."""
-    rule = f"a number above {least:g}" + (f" and below {most:g}" if most < math.inf else "")
-    return lambda text: _number(text, float, lambda value: least < value < most, rule)
-
-
-def _number(text: str, kind: Callable[[str], float], holds: Callable[[float], bool], rule: str):
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not holds(value):
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return value
 
 
 def each_once(least: int):
@@ -92,6 +86,42 @@ def each_once(least: int):
         return values
 
     return parse
+
+
+# Flags of several programs. Choices are listed here, for what knows them imports torch
+
+def model_flags(group, vocabulary: bool = True) -> None:
+    """Which checkpoints, and where they run; vocabulary: the head may score fewer tokens."""
+    group.add_argument("--model", help="directory, hub id or known name; default: smollm2")
+    group.add_argument("--draft-model", help="likewise; default: the head known for the model")
+    if vocabulary:
+        group.add_argument("--draft-vocabulary", type=at_least(1), metavar="V",
+                           help="the head scores only the V most frequent tokens: faster drafts, the same text")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+
+
+def sampling_flags(group, seed: str) -> None:
+    """How the target chooses its tokens; seed: what else than samples it is of."""
+    temperature = number("a finite number of at least 0", lambda T: 0 <= T < math.inf)
+    top_p = number("a number above 0 and at most 1", lambda p: 0 < p <= 1)
+    seeds = number("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63, int)
+    group.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="default: 0, greedy")
+    group.add_argument("--top-k", type=at_least(1), metavar="K", help="sample from the K likeliest; default: all")
+    group.add_argument("--top-p", type=top_p, metavar="P", help="and from as few as have mass P; default: 1")
+    group.add_argument("--seed", type=seeds, default=0, help=f"of samples{seed}; default: %(default)s")
+    group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
+
+
+def compile_flags(group) -> None:
+    """How layers run."""
+    group.add_argument("--attention", choices=("sdpa", "static", "flex"),
+                       help="default: sdpa on a CPU, flex on a GPU")
+    either = group.add_mutually_exclusive_group()
+    either.add_argument("--compile", action="store_true", default=None,
+                        help="on a CPU: compile the layers; a minute at the first start, seconds later")
+    either.add_argument("--eager", action="store_false", dest="compile", default=None,
+                        help="on a GPU: compile and capture nothing")
 
 
 # Ctrl-C

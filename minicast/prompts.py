@@ -16,6 +16,7 @@ from model.tokenizer import Tokenizer
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 PROMPT_FIELDS = ("prompt", "question", "text", "problem")
+EVERYTHING, MEAN = "all", "mean"  # stand for a domain in figures: where all are pooled, and where they are averaged
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,22 @@ def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
         for number, line in enumerate(read_text(file).split("\n"), start=1):
             if not line.strip():
                 continue
-            text, domain = _read_prompt(line, f"{file}:{number}")
-            domain = domain or file.stem
+            where = f"{file}:{number}"
+            text, domain = _read_prompt(line, where)
+            domain = domain_name(domain or file.stem, where)
             counts[domain] = counts.get(domain, 0) + 1
             if limit is None or counts[domain] <= limit:
                 prompts.append(Prompt(domain, text))
     if not prompts:
         raise UsageError(f"{', '.join(map(str, files))}: no prompts in there, give one a line")
     return prompts
+
+
+def domain_name(name: str, where: Path | str) -> str:
+    """The name. UsageError for one that stands for all domains; `where` it was found is told."""
+    if name in (EVERYTHING, MEAN):
+        raise UsageError(f"{where}: {name!r} is no name of a domain, it stands for all of them: give it another")
+    return name
 
 
 def _read_prompt(line: str, where: str) -> tuple[str, str | None]:

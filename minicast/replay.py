@@ -18,7 +18,7 @@ Symbols: T tokens of an answer, b pending root, L block depth, K rank cap, N wid
 A round can start at T - 1 positions: the last token of an answer is no root. Nothing here reads a clock.
 """
 
-from minicast.program import Parser, at_least, start
+from minicast.program import Parser, at_least, model_flags, start
 
 start(__name__)  # before anything slow is imported
 
@@ -38,11 +38,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minicast.command import DTYPES, Choice, Placement, guarded, note_no_effect
+from minicast.command import Choice, Placement, guarded, note_no_effect
 from minicast.curve import MassCurve
-from minicast.prompts import PROMPTS, read_prompts
+from minicast.prompts import EVERYTHING, PROMPTS, read_prompts
 from minicast.report import commit
-from minicast.tree import Tree, ranked_tree, top_ranked
+from minicast.tree import RANK_CAP, Tree, ranked_tree, top_ranked
 from minicast.width import MAX_WIDTH
 from model import hub, train_data
 from model.dflash import DraftHead
@@ -51,15 +51,14 @@ from model.files import check_directory, check_file, claim, claimed, write_atomi
 from model.transformer import KVCache, Target, Window
 
 RANKS = 32          # tokens kept at each depth
-RANK_CAP = 8        # K of the decoder and the paper
 CURVE_WIDTH = 15    # the mass curve is a mean over the rounds of a decode at this width
 CURVE_ROUNDS = 1500  # the paper's curve rests on so many; below, a warning
 SHAPE_WIDTH = 47    # where the paper compares shapes of trees
 SCHEDULE = (8, 4, 2, 2)  # the paper's fixed schedule: children of a node by depth, one below that
+BINS = 10           # of q, for its reliability
 BATCH = 32          # prompts answered together
 BLOCKS = 32         # blocks drafted in one pass: bounds the memory of their logits
 TABLE_WIDTHS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
-EVERYTHING = "all"  # stands for the domain where all are pooled
 
 
 # Recording
@@ -482,7 +481,7 @@ def chain_rounds(answers: Sequence[Replayable]) -> Iterator[tuple[Replayable, St
             yield answer, step
 
 
-def reliability(answers: Sequence[Replayable], bins: int = 10) -> list[Bin]:
+def reliability(answers: Sequence[Replayable]) -> list[Bin]:
     """The RANK_CAP best candidates at depth one, binned by q (paper, Figure 4b); empty bins are left out."""
     said_q, hits = [], []
     for answer, step in chain_rounds(answers):
@@ -490,10 +489,10 @@ def reliability(answers: Sequence[Replayable], bins: int = 10) -> list[Bin]:
         said_q.append(drafts.log_q[step.position, 0, :RANK_CAP].exp())
         hits.append(drafts.tokens[step.position, 0, :RANK_CAP] == said)
     q, hit = torch.cat(said_q), torch.cat(hits).float()
-    place = (q * bins).long().clamp(max=bins - 1)
-    chosen = [(k, place == k) for k in range(bins)]
+    place = (q * BINS).long().clamp(max=BINS - 1)
+    chosen = [(k, place == k) for k in range(BINS)]
     return [
-        Bin(k / bins, (k + 1) / bins, int(here.sum()), q[here].mean().item(), hit[here].mean().item())
+        Bin(k / BINS, (k + 1) / BINS, int(here.sum()), q[here].mean().item(), hit[here].mean().item())
         for k, here in chosen
         if here.any()
     ]
@@ -537,10 +536,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         "on; default: a small set of our own")
     parser.add_argument("--limit", type=at_least(1), metavar="K", help="only a domain's first K prompts")
     parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="default: %(default)s")
-    parser.add_argument("--model", help="directory, hub id or known name")
-    parser.add_argument("--draft-model", help="likewise; default: the head known for the target")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
+    model_flags(parser, vocabulary=False)
     return parser.parse_args(argv)
 
 

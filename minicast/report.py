@@ -19,8 +19,10 @@ from minicast.figures import (
     Prediction, Record, Row, difference_lines, located, prediction_table, shape_table, summary,
     table,
 )
-from minicast.machine import Floor, cpu_name
+from minicast.machine import TREE_DEPTH, Floor, cpu_name
 from minicast.probe import Costs, FullProbe
+from minicast.tree import RANK_CAP
+from minicast.width import MAX_WIDTH
 
 
 @dataclass
@@ -91,7 +93,8 @@ class Report:
             yield f"{arm}: {share:.1%} of a round is spent outside the models"
         if self.costs:
             yield f"costs that auto went by: {self.costs}"
-        yield f"best-first tree, 127 nodes, depth 15, 8 ranks: {self.tree_builder_ms:.3f} ms without ranking"
+        size = f"{MAX_WIDTH} nodes, depth {TREE_DEPTH}, {RANK_CAP} ranks"
+        yield f"best-first tree, {size}: {self.tree_builder_ms:.3f} ms without ranking"
         yield (
             "ms a token: decoding time over new tokens; the clock opens after prefill and, where something "
             "is drafted, after the first draft; speedup t_AR / t, gain t_DFlash / t - 1. Mean of prompts: of "

@@ -42,11 +42,11 @@ class SamplingParams:
     def __post_init__(self):
         if not (_is_number(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
-        if self.top_k is not None and not (_is_integer(self.top_k) and self.top_k >= 1):
+        if self.top_k is not None and not (is_integer(self.top_k) and self.top_k >= 1):
             raise ValueError(f"top_k must be a whole number of at least 1 (leave it out to keep all), got {self.top_k}")
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not (_is_integer(self.seed) and 0 <= self.seed < 2**63):
+        if not (is_integer(self.seed) and 0 <= self.seed < 2**63):
             raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed}")
 
     @property
@@ -54,7 +54,8 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _is_integer(value) -> bool:
+def is_integer(value) -> bool:
+    """Of any type, numpy's too; true and false are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -117,7 +118,7 @@ def gumbel_noise(
 ) -> Tensor:
     """The noise that chooses the token at each position. (T,) -> (T, V).
 
-    seed:      an int, or an int64 tensor of shape () or (T,): a captured graph reads the seed from a buffer
+    seed:      an int, or an int64 tensor of shape (1,) or (T,): a captured graph reads the seed from a buffer
     positions: (T,) int64, absolute positions of the tokens to be chosen
     """
     tokens = torch.arange(vocab_size, dtype=torch.int32, device=positions.device)
@@ -138,7 +139,7 @@ def keyed_uniform(
 ) -> Tensor:
     """Uniform numbers strictly inside (0, 1), each a pure function of (seed, purpose, position, token).
 
-    seed:      an int, or an int64 tensor of shape () or (T,)
+    seed:      an int, or an int64 tensor of shape (1,) or (T,)
     positions: (T,) int64
     tokens:    (C,) or (T, C), any integer dtype
     Returns (T, C).

@@ -75,7 +75,7 @@ def stochastic_choices(
 
     log_p:     (n, V) log p of each row, from `minicast.sampling.log_probabilities`
     children:  (n, K)
-    seed:      an int, or an int64 tensor of shape () or (n,)
+    seed:      an int, or an int64 tensor of shape (1,) or (n,)
     positions: (n,) int64, absolute position of the token chosen at each row
     noise:     (n, V) `gumbel_noise` of these positions, for the final draw
     Returns (n,) int64; -1 at a row without finite log p, as `minicast.sampling.choose`.

@@ -78,6 +78,7 @@ def ancestor_matrix(parents: torch.Tensor, deepest: int) -> torch.Tensor:
 # Ranking the vocabulary
 
 BLOCK = 32  # tokens that share one maximum
+RANK_CAP = 8  # K, if not said
 
 
 def top_ranked(log_q: torch.Tensor, ranks: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +106,7 @@ def top_ranked(log_q: torch.Tensor, ranks: int | None) -> tuple[torch.Tensor, to
 
 # On the host: a heap
 
-def best_first_tree(log_q: torch.Tensor, width: int, rank_cap: int | None = 8) -> Tree:
+def best_first_tree(log_q: torch.Tensor, width: int, rank_cap: int | None = RANK_CAP) -> Tree:
     """The `width` prefixes of largest mass under log_q (L, V), of the `rank_cap` best tokens at each depth.
 
     Fewer where fewer have any mass. `rank_cap=None` is uncapped: a token of rank r comes after r siblings, so

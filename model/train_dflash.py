@@ -13,7 +13,7 @@ where the machine does these faster (any GPU, a CPU with matrix units), else in 
 optimizer stay in float32. On a GPU the pass is compiled. It trains no target.
 """
 
-from minicast.program import Parser, at_least, between, each_once, start
+from minicast.program import Parser, at_least, each_once, number, start
 
 start(__name__)  # before anything slow is imported
 
@@ -31,15 +31,15 @@ import torch
 from torch import Tensor
 
 from minicast.command import guarded, note_no_effect
-from minicast.prompts import read_prompts
+from minicast.prompts import EVERYTHING, domain_name, read_prompts
+from minicast.replay import needed
 from minicast.tree import best_first_tree, chain_tree
-from minicast.verify import child_rows, walk_rows
-from model.config import read_config, target_config
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, claim, write_atomically
-from model.hub import check_name, resolve
-from model.linear import Linear
+from model.hub import check_name
+from model.linear import linear_layers
+from model.load import load_target
 from model.tokenizer import load_tokenizer
 from model.train_data import (
     Example,
@@ -55,7 +55,6 @@ from model.train_data import (
 from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_config, loaded_head, save_head
 from model.train_prompts import TEMPLATES, template_prompts
 from model.transformer import Target
-from model.weights import load_weights
 
 BATCH = {"cpu": (4, 32), "cuda": (32, 32)}  # a step's sequences, and blocks of each
 WARMUP, FLOOR = 0.03, 0.02  # of the budget; of the rate
@@ -146,20 +145,20 @@ class Trainer:
 
     def validate(self) -> None:
         """Held-out R of chain and tree, by domain and in all; the best head so far goes to `out`."""
-        lengths: dict[str, dict[str, list[int]]] = {"all": {"chain": [], "tree": []}}
+        lengths: dict[str, dict[str, list[int]]] = {EVERYTHING: {"chain": [], "tree": []}}
         for example in self.held_out:
             with self.autocast:
                 rounds = replay(self.draft, self.target, example, self.sampler.cache.get(example))
             own = lengths.setdefault(example.domain, {"chain": [], "tree": []})
             for method, values in rounds.items():
                 own[method] += values
-                lengths["all"][method] += values
+                lengths[EVERYTHING][method] += values
         R = {domain: {m: sum(v) / len(v) for m, v in methods.items()} for domain, methods in lengths.items()}
         progress = self.progress
         minutes = round(progress.seconds / 60, 1)
         progress.curve.append({"minutes": minutes, "steps": progress.step, "predicted": progress.predicted, "R": R})
-        if R["all"]["tree"] > progress.best:
-            progress.best = R["all"]["tree"]
+        if R[EVERYTHING]["tree"] > progress.best:
+            progress.best = R[EVERYTHING]["tree"]
             save_head(self.draft, self.out, self.frequent)
         write_atomically(self.out / "README.md", model_card(self))
         told = ", ".join(f"{domain} {r['chain']:.2f} / {r['tree']:.2f}" for domain, r in R.items())
@@ -190,10 +189,9 @@ class Trainer:
         way_out = f"delete {self.checkpoint} to begin anew, answers are kept"
         try:
             state = torch.load(self.checkpoint, map_location=self.target.device, weights_only=True)
-            shape = state.get("shape", self.shape())  # there are checkpoints that do not say
+            shape = state["shape"]
             if shape == self.shape():
-                mask = state.get("mask_token_id", self.draft.mask_token_id)
-                self.draft.config = dataclasses.replace(self.draft.config, mask_token_id=mask)
+                self.draft.config = dataclasses.replace(self.draft.config, mask_token_id=state["mask_token_id"])
                 self.draft.load_state_dict(state["draft"])
                 self.optimizer.load_state_dict(state["optimizer"])
                 self.sampler.load_state(state["sampler"])
@@ -243,7 +241,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def replay(draft: DraftHead, target: Target, example: Example, reading: Reading, width: int = WIDTH) -> dict:
+def replay(draft: DraftHead, target: Target, example: Example, reading: Reading) -> dict[str, list[int]]:
     """Tokens of each round if the decoder wrote the answer `example` again with this head: chain, and best tree.
 
     Greedy decoding writes this answer whatever is drafted, so acceptance follows from the drafts alone and the target
@@ -259,11 +257,9 @@ def replay(draft: DraftHead, target: Target, example: Example, reading: Reading,
             if place not in drafts:
                 drafts[place] = target.logits(states[place]).float().log_softmax(-1)
             log_q = drafts[place]
-            tree = chain_tree(log_q, depth) if method == "chain" else best_first_tree(log_q, width, rank_cap=8)
+            tree = chain_tree(log_q, depth) if method == "chain" else best_first_tree(log_q, WIDTH)
             ahead = response[place + 1 :]
-            children = child_rows([0, *tree.tokens.tolist()], [0, *(tree.parents + 1).tolist()])
-            path, _ = walk_rows(children, lambda row, depth: ahead[depth] if depth < len(ahead) else -1)
-            lengths.append(min(len(path), len(ahead)))
+            lengths.append(min(1 + len(needed(tree, ahead)), len(ahead)))
             place += lengths[-1]
     return rounds
 
@@ -349,6 +345,8 @@ def work_directory(out: Path) -> Path:
 def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], list[Example]]:
     """The given prompts by domain, and the given responses."""
     prompts: dict[str, list[str]] = {}
+    for file in (*arguments.prompts, *arguments.responses):
+        domain_name(file.stem, file)
     for file in arguments.prompts:  # files of one name, in different directories, are one domain
         prompts.setdefault(file.stem, []).extend(prompt.text for prompt in read_prompts([file], None))
     if arguments.templates:
@@ -420,21 +418,15 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
         note_no_effect("train_dflash", sorted(arguments.changed & {"layers", "block", "taps"}), "with --init")
     given = read_inputs(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = faster_dtype(device)
-    directory = resolve(arguments.target, "target")
-    config = target_config(read_config(directory), directory)
-    with torch.device("meta"):
-        target = Target(config)
-    load_weights(target, directory, dtype=dtype, device=device, tied=config.tied)
+    target = load_target(arguments.target, faster_dtype(device), device, pack=False)
     # Packing drops the plain weights: what training needs of them is taken first.
     lm_head = target.lm_head.weight.detach()
     if arguments.init is not None:
         draft = loaded_head(arguments.init, target)
     else:
         draft = fresh_head(head_config(target, arguments.layers, arguments.block, arguments.taps), target)
-    for module in target.modules():
-        if isinstance(module, Linear):
-            module.pack()
+    for layer in linear_layers(target):
+        layer.pack()
 
     examples = gather_answers(target, arguments, *given)
     if arguments.init is None:
@@ -451,18 +443,20 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
 
 def flags() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m model.train_dflash", description="Train a DFlash head.")
+    minutes = number("a number above 0", lambda value: 0 < value < math.inf)
+    rate = number("a number above 0 and below 1", lambda value: 0 < value < 1)
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
     parser.add_argument("--prompts", nargs="+", type=Path, default=[], help="JSONL files; the target answers them first")
     parser.add_argument("--templates", type=at_least(0), default=0, help="prompts from each of the built-in template sets")
-    parser.add_argument("--responses", nargs="+", default=[], help="JSONL files of [prompt ids, response ids]")
+    parser.add_argument("--responses", nargs="+", type=Path, default=[], help="JSONL files of [prompt ids, response ids]")
     parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")
-    parser.add_argument("--minutes", type=between(0, math.inf), default=60.0, help="of training; answering the prompts comes on top")
+    parser.add_argument("--minutes", type=minutes, default=60.0, help="of training; answering the prompts comes on top")
     parser.add_argument("--init", help="a head to go on from; default: start at the target's last layers")
     parser.add_argument("--layers", type=at_least(1), default=3, help="of the head; default: %(default)s")
     parser.add_argument("--block", type=at_least(2), default=8, help="positions drafted in one pass, the root's included")
     parser.add_argument("--taps", type=each_once(0), default=[], metavar="I,I,...",
                         help="target layers that it reads, 0 the first; default: five, evenly spread")
-    parser.add_argument("--rate", type=between(0, 1), default=1.2e-3, help="peak learning rate; about half of it with --init")
+    parser.add_argument("--rate", type=rate, default=1.2e-3, help="peak learning rate; about half of it with --init")
     parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="of each answer")
     parser.add_argument("--held-out", type=at_least(1), default=8, help="answers of each file kept for validation")
     return parser

@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.config import DraftConfig, check_pair, draft_config, read_config
+from model.config import DraftConfig, check_pair
 from model.dflash import FREQUENT_TOKENS, DraftHead
 from model.errors import UsageError
 from model.files import write_atomically
-from model.hub import resolve
+from model.load import load_draft
 from model.transformer import Attention, Target, rotate
-from model.weights import load_weights
 
 
 def block_states(draft: DraftHead, target: Target, features: Tensor, roots: Tensor, anchors: Tensor) -> Tensor:
@@ -153,12 +152,8 @@ def fresh_head(config: DraftConfig, target: Target) -> DraftHead:
 
 def loaded_head(name: str, target: Target) -> DraftHead:
     """An existing head, in float32, to go on from."""
-    directory = resolve(name, "draft")
-    config = draft_config(read_config(directory), directory)
-    check_pair(config, target.config)
-    with torch.device("meta"):
-        draft = DraftHead(config)
-    load_weights(draft, directory, dtype=torch.float32, device=target.device)
+    draft = load_draft(name, torch.float32, target.device, pack=False)
+    check_pair(draft.config, target.config)
     return draft
 
 

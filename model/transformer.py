@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from model.config import Rope, TargetConfig, TransformerConfig
 from model.errors import UsageError
-from model.linear import Linear
+from model.linear import Linear, linear_layers
 
 CAUSAL = "causal"
 
@@ -293,6 +293,5 @@ def lay_out(model: nn.Module, compiled: bool) -> None:
 
     What is not in a layer, as the LM head, is not compiled and stays packed. See `model.linear`.
     """
-    for module in model.layers.modules():
-        if isinstance(module, Linear):
-            module.unpack() if compiled else module.repack()
+    for layer in linear_layers(model.layers):
+        layer.unpack() if compiled else layer.repack()

@@ -15,8 +15,8 @@ from minicast import audit, bench, decode, figures, machine, probe, prompts, rou
 from minicast.bench import Arm, Journal, Plan
 from minicast.command import Choice
 from minicast.decode import Decoder, Output
-from minicast.figures import MEAN, Departure, Estimate, Record
-from minicast.prompts import Prompt, Question
+from minicast.figures import Departure, Estimate, Record
+from minicast.prompts import MEAN, Prompt, Question
 from minicast.subject import load_random_head
 from model import load_draft, load_target, load_tokenizer
 from model.errors import UsageError, UserError
@@ -69,6 +69,18 @@ def test_names_the_line_it_cannot_read(tmp_path):
     file.write_text("\n")
     with pytest.raises(UsageError, match="broken.jsonl: no prompts in there"):
         prompts.read_prompts([file], None)
+
+
+@pytest.mark.parametrize("name", ["all", "mean"])
+def test_a_domain_is_not_called_what_stands_for_all_of_them(name, tmp_path, capsys):
+    """A table's row of totals would be told from it by nothing, and the file's figures would count twice."""
+    file, own = tmp_path / f"{name}.jsonl", tmp_path / "own.jsonl"
+    file.write_text('"x"\n')
+    own.write_text(json.dumps({"prompt": "x", "domain": name}))
+    for prompt_file in (file, own):
+        assert bench.main(["--prompts", str(prompt_file)]) == 2
+        said = f"bench: {prompt_file}:1: {name!r} is no name of a domain, it stands for all of them: give it another\n"
+        assert capsys.readouterr().err == said
 
 
 def test_own_prompts_cover_three_domains():
@@ -173,6 +185,24 @@ def test_share_counts_models_once_and_leaves_them_as_they_were(decoder, monkeypa
     assert [set(vars(model)) for model in (decoder.target, decoder.draft)] == before
     alone = machine.measure_share(Decoder(decoder.target), [1, 2, 3], method="ar", max_new_tokens=12)
     assert alone.head == 0 and alone.target == 2 * 11
+
+
+def test_share_counts_a_restricted_head_as_the_drafters(models, monkeypatch):
+    """With fewer tokens to score, the head's own rows take the place of the target's LM head in every draft."""
+    ticks = [0]
+
+    def clock(device):
+        ticks[0] += 1
+        return float(ticks[0])
+
+    monkeypatch.setattr(machine, "clock", clock)
+    target, draft = load_target(models[0]), load_draft(models[1])
+    draft.restrict(range(100), target)
+    decoder = Decoder(target, draft)
+    share = machine.measure_share(decoder, [1, 2, 3], width=7, max_new_tokens=12)
+    rounds = len(decoder.output.round_lengths)
+    assert share.target == 2 * rounds and share.head == 3 * rounds - 1
+    assert "forward" not in vars(draft.vocabulary_head)
 
 
 def test_tree_builder_is_timed():
@@ -585,7 +615,6 @@ def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys)
     stochastic = ["--temperature", "1", "--verifier", "stochastic", "--methods", "dflash,cast"]
     assert bench.main([*one, *stochastic]) == 0
     assert "texts are not compared" in capsys.readouterr().out
-    assert bench.main([*flags, "--temperature", "-1"]) == 2
 
 
 def test_program_probes_as_the_paper_does(flags, tmp_path, monkeypatch, capsys):
@@ -702,6 +731,8 @@ def test_program_fails_on_a_real_departure(flags, monkeypatch, capsys):
         ("--width", "0"), ("--width", "128"), ("--widths", "3,3"), ("--widths", "3,wide"), ("--limit", "0"),
         ("--methods", "ar,beam"), ("--methods", "ar,ar"), ("--verifier", "theirs"),
         ("--max-new-tokens", "1"), ("--max-new-tokens", "8,8"), ("--prefix", "0"), ("--prefix", "a"),
+        ("--temperature", "-1"), ("--temperature", "nan"), ("--top-p", "0"), ("--top-p", "1.1"), ("--top-k", "0"),
+        ("--seed", str(2**63)),
     ],
 )
 def test_program_refuses_bad_flags(flag, value, capsys):

@@ -271,8 +271,6 @@ def test_head_of_a_target():
     assert hub.pair_for_target("/models/Qwen3-8B") is None
     for pair in hub.PAIRS:
         if isinstance(pair.draft, Path):
-            config = json.loads((pair.draft / "config.json").read_text())
-            assert config["block_size"] == pair.block
             assert hub.missing_files(pair.draft, "draft") == []
 
 

@@ -9,7 +9,8 @@ from minicast.curve import MassCurve
 from minicast.decode import Decoder
 from minicast.policies import by_domain, compare, decode_ms
 from minicast.probe import Costs, costs_file
-from minicast.replay import EVERYTHING, Replayable
+from minicast.prompts import EVERYTHING
+from minicast.replay import Replayable
 from minicast.width import AutoWidth, BackOff, FixedWidth, RoundWidth
 from test_replay import PROMPTS, TOKENS, models, names, recorded  # noqa: F401  fixtures
 

@@ -140,7 +140,7 @@ def test_stderr_that_takes_nothing(flags, monkeypatch, capsys, tmp_path, task, s
         assert found == (0, expected)
     assert found[0] == 0 and len(found[1].split()) == len(expected.split())
     monkeypatch.setattr(sys, "stderr", stderr())
-    assert call("--top-p", "7") == (2, "run.py: --top-p must be above 0 and at most 1, got 7.0\n")
+    assert call("--device", "x") == (2, "run.py: --device must be auto, cpu, cuda or cuda:N, got 'x'\n")
 
 
 def test_stdin_that_is_closed(flags, monkeypatch, capsys):

@@ -353,6 +353,13 @@ def test_failures_are_one_line(command, tmp_path, capsys):
     assert "is a file: name a directory" in capsys.readouterr().err
 
 
+def test_a_domain_is_not_called_what_stands_for_all_of_them(command, tmp_path, capsys):
+    (tmp_path / "all.jsonl").write_text('"x"\n')
+    status, out = command("--prompts", str(tmp_path / "all.jsonl"))
+    assert status == 2 and not out.exists()
+    assert "'all' is no name of a domain" in capsys.readouterr().err
+
+
 def test_a_wrong_model_claims_no_directory(command, tmp_path, capsys):
     """What was claimed for one that is none would refuse the right one."""
     (tmp_path / "target" / "tokenizer.json").unlink()

@@ -20,7 +20,7 @@ from minicast import bench, command, probe
 from minicast.decode import Decoder, Output, Round
 from minicast.methods import METHODS
 from minicast.terminal import DIM, GREEN, PLAIN, RESET, Answer, Screen, show_answer, tree_lines
-from minicast.tree import Tree
+from minicast.tree import RANK_CAP, Tree
 from model import load_draft, load_target, load_tokenizer
 from model.errors import UserError
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
@@ -108,11 +108,15 @@ def test_refuses_flags_that_would_be_ignored(cli, flags):
 
 def test_help_and_usage_errors_do_not_import_torch():
     """Importing torch takes seconds, which --help and a typing error should not."""
+    wrong = {"--temperature": ("hot", "-1", "nan", "inf"), "--top-p": ("0", "1.5", "nan"), "--top-k": ("0",)}
+    wrong |= {"--seed": ("-1", str(2**63)), "--rank-cap": ("0",), "--width": ("wide",)}
+    lines = [["--help"], ["--raw"], *(["-p", "x", flag, value] for flag, values in wrong.items() for value in values)]
     code = (
         "import sys, run\n"
-        "for flags in (['--help'], ['-p', 'x', '--temperature', 'hot'], ['--raw']):\n"
+        f"for flags in {lines}:\n"
         "    try: run.main(flags)\n"
         "    except SystemExit: pass\n"
+        "    else: sys.exit(str(flags))\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
@@ -123,7 +127,9 @@ def test_choices_are_what_the_decoder_offers():
     choices = {action.dest: action.choices for action in parser_actions()}
     assert set(choices["method"]) == set(METHODS) and set(run.METHODS) == set(METHODS)
     assert set(choices["attention"]) == set(BODIES)
-    assert set(choices["dtype"]) == {"auto", *command.DTYPES}
+    for dtype in choices["dtype"]:
+        assert command.Placement.choose("cpu", dtype).dtype.is_floating_point
+    assert {action.dest: action.default for action in parser_actions()}["rank_cap"] == RANK_CAP
 
 
 DECODING = [  # flags, the option that must reach the decoder, its value there

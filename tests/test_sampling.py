@@ -233,7 +233,7 @@ def test_noise_is_the_written_hash():
             expected = [[slow_bits(seed, p, t, purpose) for t in tokens.tolist()] for p in positions.tolist()]
             assert (uniform * 2**31 - 0.5).round().long().tolist() == expected
             repeated = tokens.expand(5, -1)
-            by_tensor = keyed_uniform(torch.tensor(seed), positions, repeated, purpose, torch.float64)
+            by_tensor = keyed_uniform(torch.tensor([seed]), positions, repeated, purpose, torch.float64)
             assert torch.equal(by_tensor, uniform)
     assert torch.equal(gumbel_noise(9, positions, 50)[2], gumbel_noise(9, positions[2:3], 50)[0])
     assert torch.equal(
@@ -419,6 +419,6 @@ def test_compiled_equals_eager():
     for request in ((0.0,), (0.7,), (0.9, 50), (0.9, 50, 0.9)):
         params = SamplingParams(*request)
         compiled = torch.compile(chosen, fullgraph=True)
-        for seed in (torch.tensor(1), torch.tensor(2)):
+        for seed in (torch.tensor([1]), torch.tensor([2])):
             for fast, slow in zip(compiled(seed, params), chosen(seed, params)):
                 assert torch.equal(fast, slow)

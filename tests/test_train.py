@@ -296,6 +296,16 @@ def test_prompt_files_of_one_name_are_all_read(tmp_path):
     assert read_inputs(arguments)[0] == {"train": ["a", "b"]}
 
 
+def test_a_domain_is_not_called_what_stands_for_all_of_them(tmp_path):
+    """Its answers would count twice in the R that the best head is chosen by. A domain is a file's name here, of
+    prompts or of responses, whatever the lines say."""
+    (tmp_path / "all.jsonl").write_text('{"prompt": "x", "domain": "own"}\n')
+    (tmp_path / "mean.jsonl").write_text("[[1, 2], [3, 4, 5]]\n")
+    for given in (["--prompts", str(tmp_path / "all.jsonl")], ["--responses", str(tmp_path / "mean.jsonl")]):
+        with pytest.raises(UsageError, match=f"{given[1]}: .* is no name of a domain"):
+            read_inputs(flags().parse_args(["--target", "t", "--out", "o", *given]))
+
+
 @pytest.mark.slow
 def test_a_head_learns_a_repeating_grammar_within_a_minute(tmp_path):
     """A random target whose layers say little: its next token is nearly a function of the last one, so its answers
@@ -388,6 +398,9 @@ def test_a_checkpoint_of_another_head_or_none(tmp_path, target, capsys):
         torch.save(state | {part: {"nothing": 0}}, trainer.checkpoint)
         with pytest.raises(UserError, match="delete"):
             small_trainer(tmp_path, target).resume()
+    torch.save({part: value for part, value in state.items() if part != "shape"}, trainer.checkpoint)
+    with pytest.raises(UserError, match="delete"):
+        small_trainer(tmp_path, target).resume()
     torch.save(state, trainer.checkpoint)
     whole = trainer.checkpoint.read_bytes()
     for length in (0, 100, len(whole) - 100):
