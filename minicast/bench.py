@@ -75,7 +75,12 @@ def warm_up(decoder: Decoder, arms: Sequence[Arm], prompt_ids: Sequence[int], op
 
     The widest first: of CUDA graphs, smaller ones then fit where larger ones left room.
     """
-    for arm in sorted(arms, key=lambda arm: arm.width if isinstance(arm.width, int) else 0, reverse=True):
+
+    def widest(arm: Arm) -> int:
+        chosen = arm.method == "cast" and not isinstance(arm.width, int)
+        return MAX_WIDTH if chosen else arm.width  # as far as "auto" and "round" may go
+
+    for arm in sorted(arms, key=widest, reverse=True):
         measure(decoder, arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
 
 
@@ -232,7 +237,8 @@ def conclude(decoder: Decoder, plan: Plan, records: list[Record], **measured) ->
     autoregressive = [record for record in records if record.arm == "ar"]
     failures = [located(record) for record in records if is_failure(record.departure, dtype)]
     audit = measured["audit"]
-    rows = summarise(records, plan.seed)
+    sampled = plan.options["temperature"] > 0
+    rows = summarise(records, plan.seed, sampled)
     return Report(
         depth=decoder.state.depth,
         ar_over_floor=round_ms(autoregressive) / measured["floor"].ms if autoregressive else None,
@@ -242,7 +248,7 @@ def conclude(decoder: Decoder, plan: Plan, records: list[Record], **measured) ->
         },
         tree_builder_ms=measure_tree_builder(),
         rows=rows,
-        predictions=predictions(records, rows, plan.seed),
+        predictions=predictions(records, rows, plan.seed, sampled),
         records=records,
         failures=failures + [str(slip) for slip in (audit.failures if audit else [])],
         **measured,
@@ -379,7 +385,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         settings=settings,
         environment=environment(placement, subject.source, command, settings["commit"]),
         floor=min(before, measure_floor(target), key=lambda floor: floor.ms),
-        costs=next(iter(decoder.deployment.costs.values()), None) if decoder.deployment else None,
+        costs=dict(sorted(decoder.deployment.costs.items())) if decoder.deployment else {},
+        buckets=decoder.state.buckets,
         probes=probes,
         audit=Audit.of(target, journal.records, subject.questions) if arguments.audit else None,
     )

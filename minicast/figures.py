@@ -1,10 +1,17 @@
 """From measured answers to figures: ms a token, R, speedup, gain, intervals, tables (paper, Appendix D).
 
-Definitions are the paper's. ms a token, t, is decoding time over new tokens, of a domain's prompts together;
-speedup is t_AR / t, gain t_DFlash / t - 1, and an average is the mean of the domains' ratios. A prompt's own
-ratio is the median over its repeats, whose two answers were timed one soon after the other: a slow moment of the
-machine, or a slow minute, changes it little. The mean of these has a 95 % interval from a bootstrap that
+Definitions are the paper's, with one exception. ms a token, t, is decoding time over new tokens; speedup is
+t_AR / t, gain t_DFlash / t - 1. Pooled, t is that of a domain's answers together, and an average over domains is
+the mean of their ratios. The mean of prompts is of their own ratios, with a 95 % interval from a bootstrap that
 resamples prompts.
+
+The exception: of the repeats of a prompt the paper takes the mean, here it is the median of their ratios. The two
+answers of a repeat were timed one soon after the other, so on a shared machine a slow moment, or a slow minute,
+changes the median little; a mean it would decide. At T > 0 repeats have seeds, and so texts, of their own. What
+differs between them is then no disturbance, and the mean is taken, as in the paper.
+
+How far repeats lie apart is told by the range of their pooled ratios: at T > 0 the paper's range over seeds (Table
+10), else its run-to-run spread (D.2).
 
 It is arithmetic on records: it decodes nothing and reads no clock.
 """
@@ -12,7 +19,6 @@ It is arithmetic on records: it decodes nothing and reads no clock.
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -80,6 +86,15 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """A pooled ratio of every repeat by itself: the mean of them, and from where to where they reach."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Row:
     """An arm in a domain, or, with MEAN for the domain, the means of its rows. None: nothing to divide by.
 
@@ -88,9 +103,10 @@ class Row:
         R: tokens committed a round
         round_ms: decoding time over rounds
         break_even: R at which a round would only just pay: its time in AR steps
-        speedup, wall_speedup: AR's ms a token over this one's, by either time
+        speedup, wall_speedup: AR's ms a token over this one's, by either time, pooled
         prompt_speedup, wall_prompt_speedup: the mean of the prompts' speedups, by either time
-        gain, prompt_gain: DFlash's ms a token over this one's, less 1
+        gain, prompt_gain: DFlash's ms a token over this one's, less 1: pooled, and the mean of prompts
+        repeat_speedup, repeat_gain: the pooled figures repeat by repeat; None of a single one
         R_difference: the mean over prompts of R less DFlash's
     """
 
@@ -107,6 +123,8 @@ class Row:
     wall_prompt_speedup: Estimate | None = None
     gain: float | None = None
     prompt_gain: Estimate | None = None
+    repeat_speedup: Spread | None = None
+    repeat_gain: Spread | None = None
     R_difference: Estimate | None = None
 
 
@@ -139,11 +157,14 @@ class Prediction:
 Cells = dict[tuple[str, str], list[Record]]  # by domain and arm
 
 
-def summarise(records: Sequence[Record], seed: int) -> list[Row]:
-    """The rows of the table by domain and arm, in the records' order; the averages last."""
+def summarise(records: Sequence[Record], seed: int, sampled: bool = False) -> list[Row]:
+    """The rows of the table by domain and arm, in the records' order; the averages last.
+
+    seed: of the bootstrap; sampled: T > 0, so repeats are other texts
+    """
     cells = _cells(records)
-    rows = [_row(domain, arm, cells, seed) for domain, arm in cells]
-    return rows + [_mean_row(arm, rows, cells, seed) for arm in dict.fromkeys(arm for _, arm in cells)]
+    rows = [_row(domain, arm, cells, seed, sampled) for domain, arm in cells]
+    return rows + [_mean_row(arm, rows, cells, seed, sampled) for arm in dict.fromkeys(arm for _, arm in cells)]
 
 
 def _cells(records: Sequence[Record]) -> Cells:
@@ -153,7 +174,7 @@ def _cells(records: Sequence[Record]) -> Cells:
     return cells
 
 
-def _row(domain: str, arm: str, cells: Cells, seed: int) -> Row:
+def _row(domain: str, arm: str, cells: Cells, seed: int, sampled: bool) -> Row:
     own = cells[domain, arm]
     ar, dflash = _rival(cells, domain, arm, "ar"), _rival(cells, domain, arm, "dflash")
     gain = over(ms_per_token(dflash), ms_per_token(own))
@@ -167,23 +188,28 @@ def _row(domain: str, arm: str, cells: Cells, seed: int) -> Row:
         break_even=over(round_ms(own), round_ms(ar)),
         speedup=over(ms_per_token(ar), ms_per_token(own)),
         wall_speedup=over(ms_per_token(ar, "wall_seconds"), ms_per_token(own, "wall_seconds")),
-        prompt_speedup=bootstrap([prompt_ratios(ar, own)], seed),
-        wall_prompt_speedup=bootstrap([prompt_ratios(ar, own, "wall_seconds")], seed),
+        prompt_speedup=bootstrap([prompt_ratios(ar, own, sampled)], seed),
+        wall_prompt_speedup=bootstrap([prompt_ratios(ar, own, sampled, "wall_seconds")], seed),
         gain=None if gain is None else gain - 1,
-        prompt_gain=bootstrap([prompt_ratios(dflash, own) - 1], seed),
+        prompt_gain=bootstrap([prompt_ratios(dflash, own, sampled) - 1], seed),
+        repeat_speedup=spread([(ar, own)]),
+        repeat_gain=spread([(dflash, own)], less=1),
         R_difference=bootstrap([committed_differences(dflash, own)], seed),
     )
 
 
-def _mean_row(arm: str, rows: Sequence[Row], cells: Cells, seed: int) -> Row:
+def _mean_row(arm: str, rows: Sequence[Row], cells: Cells, seed: int, sampled: bool) -> Row:
     own = [row for row in rows if row.arm == arm]
 
     def mean(name: str) -> float | None:
         values = [getattr(row, name) for row in own]
         return None if None in values else statistics.fmean(values)
 
-    def prompts(figure: Callable[..., Tensor], reference: str) -> list[Tensor]:
-        return [figure(_rival(cells, row.domain, arm, reference), cells[row.domain, arm]) for row in own]
+    def pairs(reference: str) -> list[tuple[list[Record], list[Record]]]:
+        return [(_rival(cells, row.domain, arm, reference), cells[row.domain, arm]) for row in own]
+
+    def prompts(reference: str, timer: str = "decode_seconds") -> list[Tensor]:
+        return [prompt_ratios(*pair, sampled, timer) for pair in pairs(reference)]
 
     return Row(
         MEAN,
@@ -192,11 +218,13 @@ def _mean_row(arm: str, rows: Sequence[Row], cells: Cells, seed: int) -> Row:
         break_even=mean("break_even"),
         speedup=mean("speedup"),
         wall_speedup=mean("wall_speedup"),
-        prompt_speedup=bootstrap(prompts(prompt_ratios, "ar"), seed),
-        wall_prompt_speedup=bootstrap(prompts(partial(prompt_ratios, timer="wall_seconds"), "ar"), seed),
+        prompt_speedup=bootstrap(prompts("ar"), seed),
+        wall_prompt_speedup=bootstrap(prompts("ar", "wall_seconds"), seed),
         gain=mean("gain"),
-        prompt_gain=bootstrap([ratios - 1 for ratios in prompts(prompt_ratios, "dflash")], seed),
-        R_difference=bootstrap(prompts(committed_differences, "dflash"), seed),
+        prompt_gain=bootstrap([ratios - 1 for ratios in prompts("dflash")], seed),
+        repeat_speedup=spread(pairs("ar")),
+        repeat_gain=spread(pairs("dflash"), less=1),
+        R_difference=bootstrap([committed_differences(*pair) for pair in pairs("dflash")], seed),
     )
 
 
@@ -205,8 +233,10 @@ def _rival(cells: Cells, domain: str, arm: str, reference: str) -> list[Record]:
     return [] if arm in ("ar", reference) else cells.get((domain, reference), [])
 
 
-def predictions(records: Sequence[Record], rows: Sequence[Row], seed: int) -> list[Prediction]:
-    """Of every arm that chose its width, by domain, MEAN last; rows: from `summarise`.
+def predictions(
+    records: Sequence[Record], rows: Sequence[Row], seed: int, sampled: bool = False
+) -> list[Prediction]:
+    """Of every arm that chose its width, by domain, MEAN last; rows: from `summarise`, as are seed and sampled.
 
     None without AR and a swept width to compare with.
     """
@@ -219,7 +249,7 @@ def predictions(records: Sequence[Record], rows: Sequence[Row], seed: int) -> li
     if "ar" not in swept or len(swept) < 2 or None in speedups.values():
         return []
     return [
-        _prediction(domain, arm, domains if domain == MEAN else [domain], swept, cells, speedups, seed)
+        _prediction(domain, arm, domains if domain == MEAN else [domain], swept, cells, speedups, seed, sampled)
         for domain in [*domains, MEAN]
         for arm in arms
         if chosen_width(arm) in ("auto", "round")
@@ -234,6 +264,7 @@ def _prediction(
     cells: Cells,
     speedups: dict[tuple[str, str], float],
     seed: int,
+    sampled: bool,
 ) -> Prediction:
     """members: the domains that `domain` stands for; speedups: by domain and arm."""
     oracle = max(swept, key=lambda rival: speedups[domain, rival])
@@ -243,7 +274,7 @@ def _prediction(
     drafted = [N for N in widths if N > 0]
 
     def gap(ar: Sequence[Record], best: Sequence[Record], own: Sequence[Record]) -> float | None:
-        speeds = [repeat_ratio(ar, records) for records in (best, own)]
+        speeds = [repeat_ratio(ar, records, sampled) for records in (best, own)]
         return None if None in speeds else 100 * (speeds[0] - speeds[1])
 
     return Prediction(
@@ -309,20 +340,43 @@ def per_prompt(figure: Callable[..., float | None], *arms: Sequence[Record]) -> 
 
 
 def prompt_ratios(
-    reference: Sequence[Record], own: Sequence[Record], timer: str = "decode_seconds"
+    reference: Sequence[Record], own: Sequence[Record], sampled: bool, timer: str = "decode_seconds"
 ) -> Tensor:
-    """(prompts,) float64: each prompt's ms a token by `reference` over that by `own`, the median of its repeats."""
-    return per_prompt(lambda *both: repeat_ratio(*both, timer), reference, own)
+    """(prompts,) float64: each prompt's ms a token by `reference` over that by `own`, see `repeat_ratio`."""
+    return per_prompt(lambda *both: repeat_ratio(*both, sampled, timer), reference, own)
 
 
 def repeat_ratio(
-    reference: Sequence[Record], own: Sequence[Record], timer: str = "decode_seconds"
+    reference: Sequence[Record], own: Sequence[Record], sampled: bool, timer: str = "decode_seconds"
 ) -> float | None:
-    """That of one prompt."""
+    """That of one prompt: the median of its repeats' ratios, of sampled ones the mean.
+
+    A repeat whose answer ended with its first token has none; a seed may do that which the next does not.
+    """
     theirs = {record.repeat: record for record in reference}
     pairs = [(theirs[record.repeat], record) for record in own if record.repeat in theirs]
-    ratios = [over(*(ms_per_token([record], timer) for record in pair)) for pair in pairs]
-    return statistics.median(ratios) if ratios and None not in ratios else None
+    found = (over(*(ms_per_token([record], timer) for record in pair)) for pair in pairs)
+    ratios = [ratio for ratio in found if ratio is not None]
+    average = statistics.fmean if sampled else statistics.median
+    return average(ratios) if ratios else None
+
+
+def spread(pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], less: float = 0.0) -> Spread | None:
+    """The pooled ratio of ms a token, `less` this, of each repeat: the mean over domains. None of a single repeat.
+
+    pairs: by domain, the reference's records and one's own
+    """
+    ratios = []
+    for repeat in dict.fromkeys(record.repeat for _, own in pairs for record in own):
+        times = [
+            [ms_per_token([record for record in records if record.repeat == repeat]) for records in pair]
+            for pair in pairs
+        ]
+        ratios.append([over(*both) for both in times])
+    if len(ratios) < 2 or any(None in domains for domains in ratios):
+        return None
+    figures = [statistics.fmean(domains) - less for domains in ratios]
+    return Spread(statistics.fmean(figures), min(figures), max(figures))
 
 
 def committed_differences(reference: Sequence[Record], own: Sequence[Record]) -> Tensor:
@@ -406,8 +460,9 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     """Lines of Markdown."""
     heads = (
         "domain", "method", "ms/token", "wall ms/token", "R", "break-even R",
-        "speedup over AR", "mean of prompts", "by wall time", "mean of prompts", "gain over DFlash", "mean of prompts",
-        "R - R of DFlash",
+        "speedup over AR, pooled", "speedup over AR, mean of prompts",
+        "by wall time, pooled", "by wall time, mean of prompts",
+        "gain over DFlash, pooled", "gain over DFlash, mean of prompts", "R - R of DFlash, mean of prompts",
     )
     yield from markdown(heads, [
         [
@@ -439,8 +494,8 @@ def shape_table(rows: Sequence[Row], depth: int) -> Iterator[str]:
     if not found or None in (chain for _, chain in found):
         return
     yield from markdown(
-        ("domain", f"{depth + 1} packed rows", "R of DFlash", "R", "ms/token of DFlash", "ms/token", "shape gain",
-         "mean of prompts"),
+        ("domain", f"{depth + 1} packed rows", "R of DFlash", "R", "ms/token of DFlash", "ms/token",
+         "shape gain, pooled", "shape gain, mean of prompts"),
         [
             [
                 tree.domain, tree.arm, number(chain.R), number(tree.R), number(chain.ms_per_token),
@@ -452,11 +507,29 @@ def shape_table(rows: Sequence[Row], depth: int) -> Iterator[str]:
     yield ""
 
 
+def repeat_table(rows: Sequence[Row], repeats: str) -> Iterator[str]:
+    """Lines of Markdown: how far `repeats`, or seeds if they are such, lie apart; none where there is one alone."""
+    found = [row for row in rows if row.repeat_speedup or row.repeat_gain]
+    if not found:
+        return
+
+    def cells(spread: Spread | None) -> list[str]:
+        return [number(spread.mean), f"{spread.low:.2f} to {spread.high:.2f}"] if spread else ["", ""]
+
+    heads = (f"{figure}, {what}" for figure in ("speedup over AR", "gain over DFlash")
+             for what in (f"pooled, mean of {repeats}", f"range over {repeats}"))
+    yield from markdown(
+        ("domain", "method", *heads),
+        [[row.domain, row.arm, *cells(row.repeat_speedup), *cells(row.repeat_gain)] for row in found],
+    )
+    yield ""
+
+
 def prediction_table(predictions: Sequence[Prediction]) -> Iterator[str]:
     """Lines of Markdown."""
     heads = (
-        "domain", "method", "predicted N", "rounds drafted", "speedup over AR", "oracle", "its speedup",
-        "gap, points", "gap in gain over DFlash",
+        "domain", "method", "predicted N", "rounds drafted", "speedup over AR, mean of prompts", "oracle",
+        "its speedup, mean of prompts", "gap, points", "gap in gain over DFlash",
     )
     yield from markdown(heads, [
         [

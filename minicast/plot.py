@@ -5,8 +5,9 @@
 What a file holds decides what is drawn, after the file's own name:
 
     probe     NAME-latency.png    a target pass against packed rows n, with the fitted line (paper, Figure 2);
-                                  a bench with --probe-full has one for each prefix
-    bench     NAME-speedup.png    speedup over AR against width N, N* marked (paper, Figure 3)
+                                  a bench has one for each prefix P: NAME-latency-P.png with --probe-full, and
+                                  NAME-latency-auto-P.png of the costs that width "auto" went by
+    bench     NAME-speedup.png    speedup over AR, mean of prompts, against width N, N* marked (paper, Figure 3)
     replay    NAME-lengths.png    R against N, replayed and as the drafter's scores promise
               NAME-scores.png     correction ranks, reliability, masses, shapes (paper, Figure 4)
 
@@ -46,12 +47,11 @@ def new_figure(columns: int = 1, rows: int = 1):
     return figure, figure.subplots(rows, columns, squeeze=False).flatten()
 
 
-def label(axes, title: str, x: str, y: str, legend: bool = True) -> None:
+def label(axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, fontsize="medium")
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
-    if legend:
-        axes.legend(fontsize="small")
+    axes.legend(fontsize="small")
 
 
 # One function a picture: from the file's values to a figure
@@ -81,7 +81,7 @@ def speedup(bench: dict):
     for N in predicted_widths(bench):
         axes.axvline(N, color="tab:red", linestyle="--", label=f"predicted N* = {N}")
     axes.axhline(1.0, color="grey", linewidth=0.8)
-    label(axes, "Speedup over AR (dotted: the chain)", "width N", "×")
+    label(axes, "Speed against width (dotted: the chain)", "width N", "speedup over AR, mean of prompts")
     return figure
 
 
@@ -124,7 +124,10 @@ def lengths(analysis: dict):
 
 
 def scores(analysis: dict):
-    """Four panels: ranks of corrections, reliability at depth one, sorted masses, shapes of equal size."""
+    """Four panels: ranks of corrections, reliability at depth one, sorted masses, shapes of equal size.
+
+    Among the masses is the threshold where width policies were compared: without costs there is none.
+    """
     figure, (ranks, reliable, masses, shapes) = new_figure(2, 2)
     findings = analysis["findings"]
     share = 0.8 / len(findings)  # of a group of bars
@@ -145,6 +148,9 @@ def scores(analysis: dict):
     reliable.plot([0, 1], [0, 1], "--", color="grey", linewidth=0.8)
     label(reliable, "(b) Reliability at depth one", "drafter's probability", "hit rate")
     masses.set_yscale("log")
+    threshold = (analysis.get("policies") or {}).get("threshold", 0.0)
+    if threshold > 0.0:  # costs that fall with the width have none, and older analyses did not keep it
+        masses.axhline(threshold, color="black", linestyle="--", linewidth=0.8, label=f"threshold {threshold:.2g}")
     label(masses, "(c) Sorted prefix masses", "candidate", "mean mass")
     bars(shapes, [finding["shapes"] for finding in findings])
     label(shapes, "(d) Shapes of one size, beside the chain", "", "tokens a round R")
@@ -160,8 +166,11 @@ def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
         return {"lengths": (lengths, values), "scores": (scores, values)}
     if "rows" in values:
         probes = {f"latency-{probe['prefix']}": (latency, probe["costs"]) for probe in values.get("probes", [])}
-        if values.get("costs"):
-            probes["latency"] = latency, values["costs"]
+        costs = values.get("costs") or {}
+        if "packed" in costs:  # an older bench kept those of one prefix
+            probes["latency"] = latency, costs
+        else:
+            probes |= {f"latency-auto-{prefix}": (latency, each) for prefix, each in costs.items()}
         return ({"speedup": (speedup, values)} if swept_widths(values) else {}) | probes
     probe = values.get("costs", values)
     if isinstance(probe, dict) and {"packed", "settle_ms"} <= probe.keys():

@@ -7,20 +7,65 @@ policies are those of `minicast.width`, as the decoder runs them, back-off inclu
 worth where timing cannot: whether a width for each round beats one N*, how far N* is from the best fixed width of
 a domain, what back-off loses on a hard text. It holds as far as a round costs what the probe says.
 
-A figure is a speed over AR; its rounds' times are milliseconds.
+A figure is a speed over AR, of a domain's answers together; its rounds' times are milliseconds.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from minicast.curve import MassCurve
-from minicast.probe import Costs, decide_by, policy_of
+from minicast.probe import Costs, costs_of, decide_by, policy_of
 from minicast.prompts import EVERYTHING
 from minicast.replay import Replayable, committed
 from minicast.tree import RANK_CAP
-from minicast.width import BackOff, FixedWidth
+from minicast.width import BackOff, FixedWidth, Policy
+from model.errors import UsageError
+from model.files import read_text
 
 SWEPT = (1, 2, 3, 4, 5, 6, 7, 11, 15, 23, 31, 47, 63, 95, 127)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The costs that a file holds.
+
+    Attributes:
+        source: of what, for people
+        costs: by prefix length; 0: not told
+        buckets: packed rows that rounds were padded to; none: unpadded
+    """
+
+    source: str
+    costs: dict[int, Costs]
+    buckets: tuple[int, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> "Measured":
+        """From a file of the bench, of the paper's probe if it ran, or of the cache."""
+        text = read_text(path)
+        try:
+            values = json.loads(text)
+            key, found, buckets = values.get("key", {}), values["costs"], values.get("buckets", ())
+            if values.get("probes"):
+                found = {probe["prefix"]: probe["costs"] for probe in values["probes"]}
+            elif "packed" in found:  # of the cache; or of an older bench, which kept those of one prefix
+                if key.get("compiled") or key.get("positions"):  # what is padded is measured at buckets alone
+                    buckets = found["packed"]
+                found = {key.get("prefix", 0): found}
+            costs = {int(prefix): costs_of(each) for prefix, each in found.items()}
+            if not costs:
+                raise KeyError("costs")
+            where = values.get("environment") or {"hardware": key["device"], "weights": "unnamed weights"}
+            return cls(f"{where['weights']} on {where['hardware']}", costs, tuple(map(int, buckets)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            hint = "give what `python -m minicast.bench --out FILE.json` wrote, with width auto or --probe-full"
+            raise UsageError(f"{path} holds no measured costs: {hint}") from error
+
+    def prefix_for(self, positions: int) -> int:
+        """Which of the prefix lengths stands for this one: the next longer, or the longest, as in the decoder."""
+        return min((prefix for prefix in self.costs if prefix >= positions), default=max(self.costs))
 
 
 @dataclass(frozen=True)
@@ -28,19 +73,22 @@ class Policies:
     """What the policies make of the answers.
 
     Attributes:
-        predicted: N*, the rule's width on the mass curve of these answers; 0 is AR
+        predicted: N*, the rule's width on the mass curve; 0 is AR
+        threshold: mass from which a node pays, on the fitted line, at the best drafted width
         fixed: speed over AR by domain and width N; over all domains under EVERYTHING, which weighs them alike
         chosen: likewise by domain and policy, "auto" or "round"
     """
 
     predicted: int
+    threshold: float
     fixed: dict[str, dict[int, float]]
     chosen: dict[str, dict[str, float]]
 
     def lines(self) -> list[str]:
         """Markdown: a row a domain; the gap is to the best fixed width or AR, in points."""
         lines = [
-            f"| speed over AR | N* = {self.predicted} | auto | round | best fixed | its speed | gap of auto, points |",
+            f"| speed over AR, pooled | N* = {self.predicted} | auto | round | best fixed | its speed "
+            "| gap of auto, points |",
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
         for domain, widths in self.fixed.items():
@@ -54,33 +102,37 @@ class Policies:
         return lines
 
 
-def compare(domains: dict[str, list[Replayable]], curve: MassCurve, costs: Costs) -> Policies:
+def compare(
+    domains: dict[str, list[Replayable]], curve: MassCurve, costs: Costs, buckets: Sequence[int] = ()
+) -> Policies:
     """All policies on the answers of each domain, one answer after another on one decoder.
 
     curve: of the pair
     costs: widths beyond the last row count measured are left out
+    buckets: packed rows that rounds are padded to
     """
-    times = costs.times(())
+    times = costs.times(buckets)
     widest = len(times) - 1
-    decision = decide_by(replace(curve, masses=curve.masses[:widest], accepted=curve.accepted[:widest]), costs)
+    known = replace(curve, masses=curve.masses[:widest], accepted=curve.accepted[:widest])
+    decision = decide_by(known, costs, buckets)
     swept = sorted({0, decision.width} | {N for N in SWEPT if N <= widest})
     fixed = {N: by_domain(domains, lambda _, N=N: FixedWidth(N), times, costs.draft_ms) for N in swept}
-    chosen = {
-        name: by_domain(
-            domains, lambda back_off, name=name: policy_of(name, decision, costs, (), back_off), times, costs.draft_ms
-        )
-        for name in ("auto", "round")
-    }
+
+    def choosing(name: str) -> Callable[[BackOff], Policy]:
+        return lambda back_off: policy_of(name, decision, costs, buckets, back_off)
+
+    chosen = {name: by_domain(domains, choosing(name), times, costs.draft_ms) for name in ("auto", "round")}
     names = [*domains, EVERYTHING]
     return Policies(
         decision.width,
+        decision.threshold,
         {domain: {N: speeds[domain] for N, speeds in fixed.items()} for domain in names},
         {domain: {name: speeds[domain] for name, speeds in chosen.items()} for domain in names},
     )
 
 
 def by_domain(
-    domains: dict[str, list[Replayable]], make: Callable, times: Sequence[float], draft_ms: float
+    domains: dict[str, list[Replayable]], make: Callable[[BackOff], Policy], times: Sequence[float], draft_ms: float
 ) -> dict[str, float]:
     """Speed over AR of a policy, which `make` makes for each answer with the back-off of its domain's decoder."""
     speeds = {}
@@ -93,7 +145,7 @@ def by_domain(
     return speeds | {EVERYTHING: sum(speeds.values()) / len(speeds)}
 
 
-def decode_ms(answer: Replayable, policy, times: Sequence[float], draft_ms: float) -> float:
+def decode_ms(answer: Replayable, policy: Policy, times: Sequence[float], draft_ms: float) -> float:
     """Milliseconds of an answer's rounds by `policy`; times: l(N), see `minicast.width.round_times`."""
     position, ms, last = 0, 0.0, len(answer.needs["cast"])
     while position < last:

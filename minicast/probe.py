@@ -34,8 +34,8 @@ from minicast.width import (
 )
 from model.default_model import cache_directory
 from model.dflash import DraftHead
-from model.errors import UsageError, UserError
-from model.files import read_text, write_atomically
+from model.errors import UserError
+from model.files import write_atomically
 from model.linear import weight_bytes
 
 FORMAT = 1  # of the cached costs: raise it when what is measured changes
@@ -515,19 +515,6 @@ def costs_of(values: dict) -> Costs:
     if len(costs.propose_ms) != len(PROPOSED):
         raise ValueError(f"times of {len(costs.propose_ms)} widths proposed, not {len(PROPOSED)}")
     return costs
-
-
-def costs_file(path: Path) -> tuple[Costs, str]:
-    """The costs in a file of the bench, of the paper's probe if it ran, or of the cache; and what was measured."""
-    text = read_text(path)
-    try:
-        values = json.loads(text)
-        costs = costs_of((values["probes"][0] if values.get("probes") else values)["costs"])
-        where = values.get("environment") or {"hardware": values["key"]["device"], "weights": "unnamed weights"}
-        return costs, f"{where['weights']} on {where['hardware']}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        hint = "give what `python -m minicast.bench --out FILE.json` wrote, with width auto or --probe-full"
-        raise UsageError(f"{path} holds no measured costs: {hint}") from error
 
 
 def keep(path: Path, values: dict, otherwise: str) -> None:

@@ -31,6 +31,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 from safetensors import safe_open
@@ -58,6 +59,7 @@ SCHEDULE = (8, 4, 2, 2)  # the paper's fixed schedule: children of a node by dep
 BINS = 10           # of q, for its reliability
 BATCH = 32          # prompts answered together
 BLOCKS = 32         # blocks drafted in one pass: bounds the memory of their logits
+BINS = 10           # of the drafter's probabilities
 TABLE_WIDTHS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
 
 
@@ -551,9 +553,9 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     if arguments.curve:
         check_file(arguments.curve, "--curve")
     if arguments.costs:
-        from minicast.probe import costs_file
+        from minicast.policies import Measured
 
-        costs, measured = costs_file(arguments.costs)  # a wrong file is told before anything is recorded
+        measured = Measured.read(arguments.costs)  # a wrong file is told before anything is recorded
     if arguments.analyse:
         idle = {"prompts", "limit", "max_new_tokens", "model", "draft_model", "device", "dtype"}
         note_no_effect("replay", sorted(arguments.changed & idle), "on --analyse")
@@ -568,11 +570,20 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     findings = [analyse(group, domain) for domain, group in domains.items()]
     findings.append(analyse(answers))
     curve = mass_curve(findings[-1], settings["target"], settings["draft"])
+    for path in (arguments.out / "curve.json", arguments.curve):
+        if path:
+            write_atomically(path, json.dumps(asdict(curve)) + "\n")
     policies = None
     if arguments.costs:
         from minicast.policies import compare
 
-        policies = compare(domains, curve, costs)
+        shipped = shipped_curve(settings, len(curve.chain_masses))
+        prefix = measured.prefix_for(middle(arguments.out, settings))
+        policies = compare(domains, shipped or curve, measured.costs[prefix], measured.buckets)
+        sources = {
+            "costs": f"{measured.source} ({arguments.costs})" + (f", prefix {prefix}" if prefix else ""),
+            "curve": "curve.json beside the head, which auto goes by" if shipped else "recorded in these rounds",
+        }
 
     report = {
         "command": shlex.join(["python", "-m", "minicast.replay", *command]),
@@ -581,20 +592,35 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "rank_cap": RANK_CAP,
         "curve_width": CURVE_WIDTH,
         "findings": [asdict(finding) for finding in findings],
-        "policies": policies and asdict(policies),
+        "policies": policies and asdict(policies) | sources,
     }
     write_atomically(arguments.out / "analysis.json", json.dumps(report) + "\n")
-    for path in (arguments.out / "curve.json", arguments.curve):
-        if path:
-            write_atomically(path, json.dumps(asdict(curve)) + "\n")
     print("\n".join(table(findings)))
     if policies:
-        source = f"- rounds of {settings['draft']} on {settings['target']}; costs of {measured} ({arguments.costs})"
-        print("\n".join(["", *policies.lines(), "", source]))
+        rounds = f"- rounds of {settings['draft']} on {settings['target']}; costs of {sources['costs']}"
+        print("\n".join(["", *policies.lines(), "", rounds, f"- mass curve: {sources['curve']}"]))
     if curve.rounds < CURVE_ROUNDS:
         print(f"replay: the mass curve rests on {curve.rounds} rounds, the paper's on {CURVE_ROUNDS}: "
               "more prompts would make it firmer", file=sys.stderr)
     return 0
+
+
+def shipped_curve(settings: dict, depth: int) -> MassCurve | None:
+    """The curve beside the head, as `auto` reads it; None where there is none, or the head there is another by now."""
+    known = (Path(settings["draft"]), hub.HEADS.parent.parent / settings["draft"])  # a pair's is named from the root on
+    file = next((place / "curve.json" for place in known if (place / "curve.json").is_file()), None)
+    if file is None or head_digest(str(file.parent)) != settings["head"]:
+        return None
+    try:
+        return MassCurve.read(file, depth)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot use {file}: {error}; delete it, and the recorded curve is used") from error
+
+
+def middle(directory: Path, settings: dict) -> int:
+    """Positions up to the middle of a typical answer, as the decoder reckons before it begins."""
+    prompts = [len(example.prompt) for example in train_data.read_responses(directory / "answers.jsonl")]
+    return int(median(prompts)) + settings["max_new_tokens"] // 2
 
 
 def record_prompts(arguments: argparse.Namespace) -> None:

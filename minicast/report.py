@@ -16,8 +16,7 @@ import torch
 from minicast.audit import Audit
 from minicast.command import Placement
 from minicast.figures import (
-    Prediction, Record, Row, difference_lines, located, prediction_table, shape_table, summary,
-    table,
+    Prediction, Record, Row, difference_lines, located, prediction_table, repeat_table, shape_table, summary, table,
 )
 from minicast.machine import TREE_DEPTH, Floor, cpu_name
 from minicast.probe import Costs, FullProbe
@@ -38,7 +37,8 @@ class Report:
         outside_share: by arm, the part of a round spent in no model, see `Share`
         tree_builder_ms: see `measure_tree_builder`
         predictions: of the arms that chose their own width, beside the widths swept
-        costs: those that "auto" and "round" went by; None without these
+        costs: those that "auto" and "round" went by, by prefix length; none without these
+        buckets: packed rows that rounds were padded to, and so what a round of other sizes costs; none: unpadded
         probes: the paper's, by prefix, where they were asked for
         audit: whether tokens are the target's best, likewise
         failures: departures that rounding does not explain, for people
@@ -54,7 +54,8 @@ class Report:
     tree_builder_ms: float
     rows: list[Row]
     predictions: list[Prediction]
-    costs: Costs | None
+    costs: dict[int, Costs]
+    buckets: tuple[int, ...]
     probes: list[FullProbe]
     audit: Audit | None
     records: list[Record]
@@ -71,6 +72,7 @@ class Report:
     def to_markdown(self) -> str:
         lines = [f"**{self.remark}**", ""] if self.remark else []
         lines += [*table(self.rows), "", *shape_table(self.rows, self.depth)]
+        lines += repeat_table(self.rows, "seeds" if self.sampled else "repeats")
         if self.predictions:
             lines += [*prediction_table(self.predictions), ""]
         for probe in self.probes:
@@ -78,6 +80,10 @@ class Report:
         if self.audit:
             lines += [*self.audit.lines(), ""]
         return "\n".join([*lines, *(f"- {line}" for line in self.notes())]) + "\n"
+
+    @property
+    def sampled(self) -> bool:
+        return self.settings["options"]["temperature"] > 0
 
     def notes(self) -> Iterator[str]:
         yield from self.text_lines()
@@ -91,17 +97,27 @@ class Report:
             yield f"AR step over the floor: {self.ar_over_floor:.2f}"
         for arm, share in self.outside_share.items():
             yield f"{arm}: {share:.1%} of a round is spent outside the models"
-        if self.costs:
-            yield f"costs that auto went by: {self.costs}"
+        for prefix, costs in self.costs.items():
+            yield f"costs that auto went by at a prefix of {prefix} positions: {costs}"
+        if self.buckets:
+            yield f"rounds are padded to {', '.join(map(str, self.buckets))} packed rows"
         size = f"{MAX_WIDTH} nodes, depth {TREE_DEPTH}, {RANK_CAP} ranks"
         yield f"best-first tree, {size}: {self.tree_builder_ms:.3f} ms without ranking"
         yield (
             "ms a token: decoding time over new tokens; the clock opens after prefill and, where something "
-            "is drafted, after the first draft; speedup t_AR / t, gain t_DFlash / t - 1. Mean of prompts: of "
-            "their own ratios, each the median of its repeats, with a 95 % bootstrap interval where there are several. The mean row averages "
-            "the domains' ratios. Break-even: the R at which a round would only just pay. R - R of DFlash: mean "
-            "over prompts of the difference, with such an interval"
+            "is drafted, after the first draft; speedup t_AR / t, gain t_DFlash / t - 1. Pooled: of a domain's "
+            "answers together; its mean row averages the domains' ratios. Mean of prompts: of their own ratios, "
+            "with a 95 % bootstrap interval over prompts where there are several. Break-even: the R at which a "
+            "round would only just pay"
         )
+        if self.settings["repeats"] > 1:
+            average = "mean of its seeds, whose texts differ" if self.sampled else (
+                "median of its repeats (the paper's is their mean), which a slow moment of the machine hardly changes"
+            )
+            yield (
+                f"a prompt's ratio is the {average}; the range over {'seeds' if self.sampled else 'repeats'} is of "
+                "their pooled ratios, one for each"
+            )
         if self.predictions:
             yield (
                 "predicted N: of most rounds that drafted. Oracle: the fastest of the fixed widths swept, "
@@ -117,7 +133,7 @@ class Report:
         limits = ", ".join(map(str, self.settings["prefix"]))
         yield f"prompts of {min(counts)} to {max(counts)} tokens" + (f", cut to at most {limits}" if limits else "")
         options, (reference, *others) = self.settings["options"], self.settings["arms"]
-        if options["temperature"] > 0:
+        if self.sampled:
             limits = "".join(f", {name} {options[name]}" for name in ("top_k", "top_p") if options[name])
             seeds = f"seed {options['seed']}" + (" + repeat" if self.settings["repeats"] > 1 else "")
             verifier = options["verifier"]

@@ -16,6 +16,7 @@ from minicast.bench import Arm, Journal, Plan
 from minicast.command import Choice
 from minicast.decode import Decoder, Output
 from minicast.figures import Departure, Estimate, Record
+from minicast.policies import Measured
 from minicast.prompts import MEAN, Prompt, Question
 from minicast.subject import load_random_head
 from model import load_draft, load_target, load_tokenizer
@@ -438,6 +439,60 @@ def test_a_prompts_ratio_is_the_median_of_its_repeats():
     assert (found.oracle, found.oracle_speedup, found.speedup) == ("cast N=3", 2, 1) and found.gap.mean == 100
 
 
+def test_of_sampled_repeats_the_mean_counts():
+    """Seeds give other texts: an outlier among them is no disturbance. One that ended at once has no ratio."""
+    records = []
+    for repeat, (ar, cast, rounds) in enumerate([(2, 1, 3), (2, 1, 3), (6, 1, 3), (2, 1, 0)]):
+        seconds = cast if rounds else 0.0
+        records += [a_record("ar", repeat=repeat, seconds=ar), a_record("dflash", repeat=repeat, seconds=2 * ar)]
+        records += [a_record("cast N=3", repeat=repeat, seconds=seconds, rounds=rounds)]
+        records += [adaptive("cast N=auto", "d", 2 * cast, [3], repeat)]
+    rows = figures.summarise(records, seed=0, sampled=True)
+    assert rows[2].prompt_speedup.mean == rows[6].prompt_speedup.mean == pytest.approx((2 + 2 + 6) / 3)
+    assert rows[2].prompt_gain.mean == rows[6].prompt_gain.mean == pytest.approx((4 + 4 + 12) / 3 - 1)
+    assert figures.summarise(records, seed=0)[2].prompt_speedup.mean == 2
+    found = figures.predictions(records, rows, 0, sampled=True)[0]
+    assert found.gap.mean == pytest.approx(100 * (10 / 3 - (1 + 1 + 3 + 1) / 4))
+
+
+def test_seeds_have_a_mean_and_a_range():
+    """Of each seed's pooled ratios (paper, Table 10); the mean row's are of its domains' means, seed by seed."""
+    records = []
+    for repeat in range(2):
+        for domain, times in (("a", ((8, 4), (6, 2))), ("b", ((3, 3), (10, 2)))):
+            dflash, cast = times[repeat]
+            for prompt in range(2):  # unlike prompts, so that the mean of their ratios is another figure
+                longer = 1 + 9 * prompt
+                records += [a_record("ar", domain, prompt, repeat, seconds=2 * dflash * longer)]
+                records += [a_record("dflash", domain, prompt, repeat, seconds=dflash * longer)]
+                records += [a_record("cast N=3", domain, prompt, repeat, seconds=cast * (longer if prompt else 3))]
+    rows = {(row.domain, row.arm): row for row in figures.summarise(records, seed=0, sampled=True)}
+    pooled = 11 / 13  # what the first prompt's longer time makes of every ratio
+    gains = {"a": (2 * pooled - 1, 3 * pooled - 1), "b": (pooled - 1, 5 * pooled - 1)}
+    gains[MEAN] = (1.5 * pooled - 1, 4 * pooled - 1)
+    for domain, (low, high) in gains.items():
+        found = rows[domain, "cast N=3"].repeat_gain
+        assert (found.mean, found.low, found.high) == pytest.approx(((low + high) / 2, low, high))
+    spread = rows["a", "cast N=3"].repeat_speedup
+    assert (spread.low, spread.high) == pytest.approx((4 * pooled, 6 * pooled))
+    assert rows["a", "dflash"].repeat_gain is rows["a", "ar"].repeat_speedup is None
+    table = list(figures.repeat_table(list(rows.values()), "seeds"))
+    assert "gain over DFlash, range over seeds" in table[0] and len(table) == 2 + 6 + 1
+    assert f"| {gains['a'][0]:.2f} to {gains['a'][1]:.2f} |" in table[3]
+    single = [record for record in records if record.repeat == 0]
+    rows = figures.summarise(single, seed=0)
+    assert {row.repeat_gain for row in rows} == {None} and list(figures.repeat_table(rows, "repeats")) == []
+
+
+def test_the_widest_tree_warms_up_first(monkeypatch):
+    """A width that is chosen may be the widest there is."""
+    order = []
+    monkeypatch.setattr(bench, "measure", lambda decoder, arm, *_: order.append(str(arm)))
+    arms = [Arm("ar"), Arm("cast", 7), Arm("cast", "auto"), Arm("cast", 126), Arm("dflash"), Arm("cast", "round")]
+    bench.warm_up(None, arms, [1], {})
+    assert order[:4] == ["cast N=auto", "cast N=round", "cast N=126", "cast N=7"]
+
+
 def test_lengths_are_compared_prompt_by_prompt():
     """R less DFlash's: a prompt on which both commit much adds nothing to the interval, nor do more repeats.
 
@@ -560,6 +615,10 @@ def test_program_writes_table_and_json(flags, tmp_path, capsys):
     assert bench.main([*flags, "--width", "5", "--out", str(out), "--repeats", "2"]) == 0
     report = json.loads(out.read_text())
     assert len(report["records"]) == 2 * 3 * 2 and report["failures"] == []
+    assert report["costs"] == {} and report["buckets"] == []
+    markdown = out.with_suffix(".md").read_text()
+    assert "| gain over DFlash, range over repeats |" in markdown and "the median of its repeats" in markdown
+    assert "speedup over AR, pooled | speedup over AR, mean of prompts |" in markdown
     assert {row["domain"] for row in report["rows"]} == {"math", "chat", MEAN}
     assert report["ar_over_floor"] > 1 and set(report["outside_share"]) == {"ar", "dflash", "cast N=5"}
     environment = report["environment"]
@@ -568,7 +627,9 @@ def test_program_writes_table_and_json(flags, tmp_path, capsys):
     assert environment["commit"] == report["settings"]["commit"]  # of the run's begin: HEAD may move meanwhile
     assert out.with_suffix(".md").read_text() == capsys.readouterr().out
     assert sorted(path.name for path in out.parent.iterdir()) == ["tiny.json", "tiny.md"]  # no journal left
+    capsys.readouterr()
     assert bench.main([*flags, "--methods", "ar"]) == 0  # needs neither head nor file
+    assert "repeats" not in capsys.readouterr().out  # there is one
 
 
 def test_a_report_that_is_nowhere_else_is_not_lost(flags, tmp_path, monkeypatch, capsys):
@@ -596,15 +657,20 @@ def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys)
     texts = {}
     monkeypatch.setattr(Decoder, "generate", watched)
     one = [*flags, "--prompts", str(tmp_path / "chat.jsonl")]
-    sampled = ["--temperature", "1", "--top-k", "50", "--repeats", "2", "--seed", "3"]
+    sampled = ["--temperature", "1", "--top-k", "50", "--repeats", "3", "--seed", "3"]
     assert bench.main([*one, *sampled, "--widths", "7,auto,round", "--out", str(out)]) == 0
-    assert seen == {(seed, 1.0, 50, "direct") for seed in (3, 4)}
+    assert seen == {(seed, 1.0, 50, "direct") for seed in (3, 4, 5)}
     assert all(len(answers) == 1 for answers in texts.values())
     report, markdown = json.loads(out.read_text()), out.with_suffix(".md").read_text()
     arms = ["ar", "dflash", "cast N=7", "cast N=auto", "cast N=round"]
     assert list(report["outside_share"]) == arms
-    assert "all texts are equal: 8 answers compared" in markdown
+    assert "all texts are equal: 12 answers compared" in markdown
     assert "sampled at T = 1, top_k 50, seed 3 + repeat, direct verifier" in markdown
+    assert "| gain over DFlash, range over seeds |" in markdown and "the mean of its seeds" in markdown
+    assert all(row["repeat_gain"] for row in report["rows"] if row["arm"].startswith("cast"))
+    seconds = {arm: [r["output"]["decode_seconds"] for r in report["records"] if r["arm"] == arm] for arm in arms}
+    ratios = [ar / cast for ar, cast in zip(seconds["ar"], seconds["cast N=7"])]  # texts of equal length
+    assert report["rows"][2]["prompt_speedup"]["mean"] == pytest.approx(sum(ratios) / 3)
     assert len(report["predictions"]) == 2 * 2 and "| predicted N |" in markdown
     for record in report["records"]:
         output = record["output"]
@@ -696,6 +762,24 @@ def test_program_measures_a_random_head(flags, models, tmp_path):
     assert random_head.config == real.config and random_head.directory is None
     assert not torch.equal(random_head.norm.weight, real.norm.weight)
     assert torch.equal(target.norm.weight, load_target(models[0]).norm.weight)
+
+
+def test_costs_are_told_for_every_prefix(models, tmp_path, monkeypatch):
+    """What auto went by on short prompts it did not go by on long ones: each has a line, and replay finds them."""
+    monkeypatch.setenv("MINICAST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(probe, "PREFIXES", (16, 64))
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": 40 * "a"}) + '\n{"prompt": "hi"}\n')
+    out = tmp_path / "auto.json"
+    files = ["--model", models[0], "--draft-model", models[1], "--prompts", str(tmp_path / "chat.jsonl")]
+    auto = ["--methods", "ar,cast", "--widths", "auto", "--max-new-tokens", "6", "--attention", "static"]
+    assert bench.main([*files, *auto, "--out", str(out)]) == 0
+    report, text = json.loads(out.read_text()), out.with_suffix(".md").read_text()
+    assert list(report["costs"]) == ["16", "64"] and report["buckets"] == list(round.BUCKETS)
+    for prefix in (16, 64):
+        assert f"- costs that auto went by at a prefix of {prefix} positions: draft " in text
+    assert "- rounds are padded to 1, 16, 24, " in text
+    measured = Measured.read(out)
+    assert list(measured.costs) == [16, 64] and measured.buckets == round.BUCKETS
 
 
 def test_program_audits(flags, tmp_path, monkeypatch, capsys):

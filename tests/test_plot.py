@@ -39,6 +39,11 @@ FILES = {
         bench() | {"probes": [{"prefix": 99, "costs": {"packed": [16, 32], "settle_ms": [30.0, 46.0]}}]},
         ["speedup", "latency-99"],
     ),
+    "prefixes": (
+        bench() | {"costs": {P: {"packed": [1, 16], "settle_ms": [20.0, 30.0]} for P in ("256", "1024")}},
+        ["speedup", "latency-auto-256", "latency-auto-1024"],
+    ),
+    "older bench": (bench() | {"costs": {"packed": [1, 16], "settle_ms": [20.0, 30.0]}}, ["speedup", "latency"]),
     "table": ({"packed": [16, 32], "settle_ms": [30.0, 46.0]}, ["latency"]),
 }
 
@@ -73,7 +78,7 @@ def test_draws_every_kind_of_file(kind, tmp_path, capsys):
     values, names = FILES[kind]
     assert plot.main([write(tmp_path / f"{kind}.json", values), "--out", str(tmp_path / "new")]) == 0
     pictures = [tmp_path / "new" / f"{kind}-{name}.png" for name in names]
-    assert capsys.readouterr().out.split() == list(map(str, pictures))
+    assert capsys.readouterr().out.splitlines() == list(map(str, pictures))
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
@@ -88,7 +93,9 @@ def test_lines_are_the_figures_of_the_file():
     drawn = lines_of(plot.latency(FILES["probe"][0]["costs"]))
     fitted = [line for name, line in drawn.items() if "fitted" in name]
     assert fitted == [([1, 32], [pytest.approx(15.0), pytest.approx(46.0)])]  # (30, 46) at (16, 32)
-    speedups = lines_of(plot.speedup(bench()))
+    figure = plot.speedup(bench())
+    assert figure.axes[0].get_ylabel() == "speedup over AR, mean of prompts"
+    speedups = lines_of(figure)
     assert speedups["math"] == ([7, 15], [1.3, 1.2])
     assert speedups["predicted N* = 7"][0] == [7, 7]
     assert "chat" not in speedups
@@ -102,6 +109,17 @@ def test_four_panels_of_scores():
     assert list(reliable.lines[0].get_ydata()) == [0.1]
     assert list(masses.lines[1].get_ydata()) == [0.5, 0.2, 0.1]
     assert [bar.get_height() for bar in shapes.containers[1]] == [1.7, 2.0]
+
+
+@pytest.mark.parametrize("policies, drawn", [
+    ({"threshold": 0.12}, {"threshold 0.12": 0.12}), ({"threshold": -0.01}, {}), ({"predicted": 4}, {}), (None, {}),
+], ids=str)
+def test_the_stopping_threshold_is_among_the_masses(policies, drawn):
+    """Where the analysis has one that a mass can meet; older analyses and those without costs have none."""
+    pytest.importorskip("matplotlib")
+    masses = plot.scores(FILES["replay"][0] | {"policies": policies}).axes[2]
+    found = {line.get_label(): line.get_ydata()[0] for line in masses.lines if "threshold" in line.get_label()}
+    assert found == drawn and all(line.get_linestyle() == "--" for line in masses.lines if line.get_label() in found)
 
 
 def without(values: dict, arm: str) -> dict:

@@ -7,11 +7,12 @@ import pytest
 from minicast import replay
 from minicast.curve import MassCurve
 from minicast.decode import Decoder
-from minicast.policies import by_domain, compare, decode_ms
-from minicast.probe import Costs, costs_file
+from minicast.policies import Measured, by_domain, compare, decode_ms
+from minicast.probe import Costs
 from minicast.prompts import EVERYTHING
 from minicast.replay import Replayable
 from minicast.width import AutoWidth, BackOff, FixedWidth, RoundWidth
+from model.errors import UsageError
 from test_replay import PROMPTS, TOKENS, models, names, recorded  # noqa: F401  fixtures
 
 COSTS = Costs((1, 4, 8, 16), (10.0, 11.0, 13.0, 20.0), (3.0, 4.0))
@@ -97,7 +98,7 @@ def test_the_table_names_the_best_width(answers):
 
 
 def test_costs_from_a_file(tmp_path, capsys):
-    """A probe's file or the cache's; anything else is one line before anything is recorded."""
+    """The bench's, old and new, or the cache's; anything else is one line before anything is recorded."""
     wrong, right = tmp_path / "wrong.json", tmp_path / "right.json"
     assert replay.main(["--out", str(tmp_path / "rounds"), "--costs", str(wrong)]) == 2
     assert "No such file" in capsys.readouterr().err
@@ -105,11 +106,45 @@ def test_costs_from_a_file(tmp_path, capsys):
     assert replay.main(["--out", str(tmp_path / "rounds"), "--costs", str(wrong)]) == 2
     assert "holds no measured costs" in capsys.readouterr().err and not (tmp_path / "rounds").exists()
     values = {"packed": [1, 4], "settle_ms": [1.0, 2.0], "propose_ms": [1.0, 1.5]}
-    bench = {"environment": {"weights": "W", "hardware": "H"}}
-    for file, source in [
-        ({"costs": values, "key": {"device": "D"}}, "unnamed weights on D"),
-        (bench | {"costs": None, "probes": [{"costs": values}]}, "W on H"),
-        (bench | {"costs": values, "probes": []}, "W on H"),
+    costs = Costs((1, 4), (1.0, 2.0), (1.0, 1.5))
+    later = {"costs": {"256": values, "1024": values}, "buckets": [1, 16]}
+    bench, device = {"environment": {"weights": "W", "hardware": "H"}}, {"device": "D", "prefix": 256}
+    for file, prefixes, buckets in [
+        ({"costs": values, "key": device}, [256], ()),
+        ({"costs": values, "key": device | {"compiled": True, "positions": 0}}, [256], (1, 4)),
+        ({"costs": values, "key": device | {"compiled": False, "positions": 4096}}, [256], (1, 4)),
+        (bench | {"costs": None, "probes": [{"prefix": 99, "costs": values}]}, [99], ()),
+        (bench | {"costs": values, "probes": []}, [0], ()),  # of an older version, which told neither
+        (bench | later, [256, 1024], (1, 16)),
+        (bench | later | {"probes": [{"prefix": 99, "costs": values}]}, [99], (1, 16)),
     ]:
         right.write_text(json.dumps(file))
-        assert costs_file(right) == (Costs((1, 4), (1.0, 2.0), (1.0, 1.5)), source)
+        source = "unnamed weights on D" if "key" in file else "W on H"
+        assert Measured.read(right) == Measured(source, dict.fromkeys(prefixes, costs), buckets)
+    for nothing in (bench | {"costs": {}}, bench | later | {"buckets": 3}, bench | {"costs": {"x": values}}):
+        wrong.write_text(json.dumps(nothing))
+        with pytest.raises(UsageError, match="holds no measured costs"):
+            Measured.read(wrong)
+
+
+def test_a_prefix_stands_for_what_it_stands_for_in_the_decoder():
+    """The next longer one; beyond all of them the longest."""
+    measured = Measured("W on H", dict.fromkeys((1024, 256, 4096), COSTS), ())
+    assert [measured.prefix_for(n) for n in (1, 256, 257, 1024, 5000)] == [256, 256, 1024, 1024, 4096]
+    assert Measured("W on H", {0: COSTS}, ()).prefix_for(300) == 0
+
+
+def test_padded_rounds_cost_their_bucket(answers):
+    """Where rounds are padded a narrow tree takes what its bucket does: fixed widths, N* and both policies."""
+    costs, buckets = Costs((1, 8, 16), (10.0, 12.0, 20.0), (3.0, 3.0)), (1, 8, 16)
+    curve = MassCurve([0.4 / rank for rank in range(1, 128)], [0.0] * 7, [], [])
+    padded, free = (compare({"tiny": answers[:1]}, curve, costs, each) for each in (buckets, ()))
+    rounds, tokens = len(answers[0].replay("cast", 2)), len(answers[0].needs["cast"])
+    assert padded.fixed["tiny"][2] == pytest.approx(tokens * 10.0 / (rounds * (3.0 + 12.0)))
+    assert free.fixed["tiny"][2] > padded.fixed["tiny"][2]
+    assert padded.fixed["tiny"][7] == free.fixed["tiny"][7]  # fills its bucket
+    narrow, cheap = MassCurve([0.9] * 3 + [1e-6] * 124, [0.0] * 7, [], []), Costs((1, 8), (10.0, 12.0), (0.1, 0.1))
+    padded, free = (compare({"tiny": answers}, narrow, cheap, each) for each in ((1, 8), ()))
+    assert (padded.predicted, free.predicted) == (7, 3)  # what a bucket holds beyond three nodes costs nothing
+    assert padded.chosen["tiny"]["round"] == padded.chosen["tiny"]["auto"]  # which fills it, too, every time
+    assert free.chosen["tiny"]["round"] != free.chosen["tiny"]["auto"]

@@ -322,8 +322,39 @@ def test_records_goes_on_and_analyses(command, tmp_path, monkeypatch, capsys):
     measured.write_text(json.dumps({"costs": costs, "environment": {"weights": "W", "hardware": "H"}}))
     assert command("--analyse", "--costs", str(measured))[0] == 0
     printed = capsys.readouterr().out
-    assert "gap of auto" in printed and f"costs of W on H ({measured})" in printed
-    assert set(json.loads((out / "analysis.json").read_text())["policies"]["chosen"]) == {"maths", "all"}
+    assert "gap of auto" in printed and f"costs of W on H ({measured})\n" in printed
+    policies = json.loads((out / "analysis.json").read_text())["policies"]
+    assert set(policies["chosen"]) == {"maths", "all"} and policies["threshold"] > 0
+    assert policies["curve"] == "recorded in these rounds" and policies["costs"] == f"W on H ({measured})"
+
+
+def test_policies_go_by_the_curve_that_auto_would_use(command, tmp_path, capsys):
+    """The one beside the head, unless it is young or of other weights, and the costs of these prompts' lengths."""
+    dear = {"packed": [1, 16], "settle_ms": [9.0, 99.0], "propose_ms": [20.0, 30.0]}
+    level = {"packed": [1, 16], "settle_ms": [9.0, 9.0], "propose_ms": [1e-6, 1e-6]}
+    measured, shipped = tmp_path / "bench.json", tmp_path / "draft" / "curve.json"
+    environment = {"weights": "W", "hardware": "H"}
+    measured.write_text(json.dumps({"costs": {"14": dear, "256": level, "1024": dear}, "environment": environment}))
+    _, out = command()
+
+    def policies(rounds: int, mass: float) -> dict:
+        if rounds:
+            shipped.write_text(json.dumps(asdict(MassCurve([mass] * 127, [mass] * DEPTH, [], [], rounds))))
+        assert command("--analyse", "--costs", str(measured))[0] == 0
+        found = json.loads((out / "analysis.json").read_text())["policies"]
+        assert f"- mass curve: {found['curve']}\n" in capsys.readouterr().out and found["costs"].endswith(", prefix 256")
+        return found
+
+    recorded = policies(0, 0.0)
+    assert recorded["curve"] == "recorded in these rounds" and recorded["threshold"] == 0  # rows cost nothing
+    assert policies(1500, 0.0)["predicted"] == 0 and policies(1500, 0.5)["predicted"] == 15
+    assert "beside the head" in policies(1500, 0.5)["curve"]
+    assert policies(3, 0.5) == policies(1500, 0.5)  # of however few rounds, as auto goes by it
+    shipped.write_text("{}")
+    assert command("--analyse", "--costs", str(measured))[0] == 1
+    assert f"cannot use {shipped}" in capsys.readouterr().err
+    write_tiny_draft(tmp_path / "draft", seed=9, max_position_embeddings=256)
+    assert policies(1500, 0.0)["curve"] == "recorded in these rounds"
 
 
 def test_a_new_head_drafts_again_over_the_same_answers(command, tmp_path, monkeypatch):
