@@ -11,14 +11,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs
+from graphs.masks import BODIES
 from minicast import Decoder
 from minicast.bench import Arm, warm_up
+from minicast.curve import MassCurve
 from minicast.decode import Options
 from minicast.methods import METHODS
-from minicast.probe import Passes
-from minicast.round import BUCKETS, pack, settle
+from minicast.probe import LEARNED, Costs, Deployment, Passes
+from minicast.round import BUCKETS, COMPILED_BUCKETS, Settled, pack, settle
+from minicast.width import MAX_WIDTH, Pace
 from model.linear import Linear
-from test_decode import CONTEXT, autoregressive, oracle, prompt_of, tiny_draft, tiny_target, tree_of
+from model.transformer import Layer
+from test_decode import CONTEXT, DEPTH, autoregressive, oracle, prompt_of, tiny_draft, tiny_target, tree_of
 
 STATIC = ["static", "flex"]
 
@@ -125,6 +129,54 @@ def test_replayed_rounds_give_the_autoregressive_tokens(models, body, sampling):
             assert out.token_ids == expected, (method, width)
     # AR is one replay a token, and 7 and 3 nodes share 16 rows.
     assert len(decoder.graphs.captured) == len(decoder.graphs.recorder.tapes) == 8 - 1 - 1
+
+
+def deployed(decoder: Decoder) -> Decoder:
+    """With costs and a mass curve that are given, so that nothing is measured or learned: 15 good candidates."""
+    deployment = decoder.deployment = Deployment(decoder)
+    deployment.curve = MassCurve([0.4] * 15 + [0.0] * (MAX_WIDTH - 15), [0.4] * DEPTH, [], [], rounds=LEARNED)
+    costs = Costs(BUCKETS, (10.0, 11.0, 11.2, 11.5, 12.0, 12.5, 13.5, 15.0), (1.5, 1.5))
+    deployment.costs_at = lambda prompt_tokens, new_tokens: costs
+    return decoder
+
+
+def knowing(decoder: Decoder, text: list[int], first: int) -> Decoder:
+    """With a drafter that knows the text from position `first` on, some tokens better than others."""
+    state, guess = decoder.state, decoder.draft.log_q
+    tokens = torch.tensor([*text, *[0] * 2 * DEPTH])
+    raised = (9.0 - 6.0 * (torch.arange(len(tokens)) % 4 == 0)) * (torch.arange(len(tokens)) >= first)
+
+    def log_q(hidden, target):
+        positions = state.P + 1 + state.rows[:DEPTH]
+        scores = guess(hidden, target)
+        return scores.scatter_add(1, tokens[positions, None], raised[positions, None]).log_softmax(-1)
+
+    decoder.draft.log_q = log_q
+    return decoder
+
+
+@pytest.mark.parametrize("body", STATIC)
+@pytest.mark.parametrize("width", ["auto", "round"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 50}])
+def test_replayed_rounds_of_a_policy_that_pauses(models, monkeypatch, body, width, sampling):
+    """The default: graphs of several buckets take turns, AR's stands in during a pause, and the drafter catches up
+    after it."""
+    monkeypatch.setattr(Pace, "correction", 1.0)  # no clock
+    prompt, count = prompt_of(5), CONTEXT - 5
+    expected = autoregressive(models[0], prompt, count, seed=1, **sampling).token_ids
+    decoder = deployed(replaying(models[0], tiny_draft(), body))
+    knowing(decoder, prompt + expected, first=len(prompt) + 20)
+    back_off, pausing = decoder.deployment.back_offs[width], []
+    for step in decoder.stream(prompt, width=width, max_new_tokens=count, seed=1, **sampling):
+        pausing.append(back_off.ar_tokens_left > 0)
+        if step.width and not step.stop_reason:  # the drafter had read all that was committed before this round
+            assert int(decoder.state.D) == decoder.state.drafted == decoder.state.prefix - len(step.token_ids)
+    out = decoder.output
+    assert out.token_ids == expected
+    paused, resumed = pausing.index(True), len(pausing) - pausing[::-1].index(True)
+    assert resumed - paused >= 10 and not any(out.widths[resumed - 10 : resumed])
+    assert max(out.round_lengths[:paused]) <= 2 and max(out.round_lengths[resumed:]) > 4
+    assert len(set(out.widths[resumed:])) > (width == "round")
 
 
 def test_replayed_stochastic_rounds_equal_uncaptured_ones(models):
@@ -243,13 +295,17 @@ def test_growing_caches_drop_the_graphs(models, capsys):
     out = decoder.generate([*long] * 2, **options)
     assert out.token_ids == autoregressive(target, [*long] * 2, 8).token_ids
     assert len(decoder.graphs.recorder.tapes) == 4
-    assert capsys.readouterr().err.strip().count("\n") == 0
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("minicast: caches grew to ") and line.endswith("; recording 2 graphs anew")
 
 
-def test_one_host_sync_a_round(models, monkeypatch):
-    """Each copy to the host stalls the device. A replayed round has one: its outcome."""
-    decoder = replaying(*models)
-    decoder.generate(prompt_of(5), width=15, max_new_tokens=10)
+@pytest.mark.parametrize("width, reads", [(15, 1), ("auto", 1), ("round", 2)])
+def test_host_syncs_of_a_round(models, monkeypatch, width, reads):
+    """Each copy to the host stalls the device. A replayed round has one, its outcome; with "round" also the masses,
+    where no curve is learned from them."""
+    prompt, decoder = prompt_of(5), deployed(replaying(models[0], tiny_draft()))
+    knowing(decoder, prompt + autoregressive(models[0], prompt, 40).token_ids, first=0)
+    decoder.generate(prompt, width=width, max_new_tokens=3)
     calls = []
     for name in ("tolist", "item", "cpu", "numpy", "__int__", "__bool__", "__float__"):
         original = getattr(torch.Tensor, name)
@@ -259,33 +315,42 @@ def test_one_host_sync_a_round(models, monkeypatch):
             return original(self, *arguments)
 
         monkeypatch.setattr(torch.Tensor, name, spy)
-    rounds = decoder.stream(prompt_of(5), width=15, max_new_tokens=30)
+    rounds = decoder.stream(prompt, width=width, max_new_tokens=40)
     next(rounds)
     for _ in range(3):
         calls.clear()
-        next(rounds)
-        assert calls == ["tolist"]
+        assert next(rounds).width > 0
+        assert calls == ["tolist"] * reads
 
 
-@pytest.mark.parametrize("body", STATIC)
-def test_padding_leaves_committed_slots_untouched(models, body):
-    """Padding rows write keys, too: to free slots above the pack, never to a committed one, not even its
-    bits."""
+@pytest.mark.parametrize("body", BODIES)
+def test_padding_changes_nothing_real(models, body):
+    """Padding rows write keys, too: to free slots above the pack, never to a committed one, not even its bits. And
+    whatever token lies there, the real rows are the same, bit for bit. On a CPU compiled rounds over the live slice are
+    padded; here their layers run as they are written."""
     target, draft = models
-    prompt = prompt_of(9)
-    for n in BUCKETS[1:]:
-        decoder = Decoder(target, draft, attention=body)
-        rounds = decoder.stream(prompt, width=7, max_new_tokens=20)
-        next(rounds), next(rounds)
-        state = decoder.state
-        P = state.prefix
-        before = state.target_cache.data[..., :P, :].clone(), state.features[:, :P].clone()
-        request = decoder._request(Options(), drafts=True)
-        with torch.no_grad():
-            pack(state, tree_of([(5, -1), (6, 0)]))
-            settle(state, request, n)
-        assert torch.equal(state.target_cache.data[..., :P, :], before[0])
-        assert torch.equal(state.features[:, :P], before[1])
+    prompt, tree = prompt_of(9), tree_of([(5, -1), (6, 0)])
+    for n in (BUCKETS if body in STATIC else COMPILED_BUCKETS)[1:]:
+        results = []
+        for padding in (0, 77):
+            decoder = Decoder(target, draft, attention=body)
+            decoder.state.body.layer = Layer.forward if body == "sdpa" else None
+            rounds = decoder.stream(prompt, width=7, max_new_tokens=20)
+            next(rounds), next(rounds)
+            state = decoder.state
+            P, real = state.prefix, state.prefix + 1 + tree.width
+            before = state.target_cache.data[..., :P, :].clone(), state.features[:, :P].clone()
+            request = decoder._request(Options(), drafts=True)
+            with torch.no_grad():
+                pack(state, tree)
+                state.tokens[1 + tree.width :] = padding
+                outcome = Settled.read(settle(state, request, n))
+            assert torch.equal(state.target_cache.data[..., :P, :], before[0])
+            assert torch.equal(state.features[:, :P], before[1])
+            results.append((outcome, state.target_cache.data[..., :real, :], state.features[:, : state.P]))
+        (outcome, *tensors), (other_outcome, *other_tensors) = results
+        assert outcome == other_outcome
+        assert all(map(torch.equal, tensors, other_tensors)), n
 
 
 @pytest.mark.parametrize("body, tokens", [("static", 21), ("flex", 5)])

@@ -274,7 +274,7 @@ def test_equal_top_logits_go_to_the_lower_id_in_every_method(models):
     target.lm_head.weight.data[3:8:4] += 1
     prompt = prompt_of(5)
     outs = [Decoder(target, draft).generate(prompt, method=m, max_new_tokens=20) for m in ("ar", "dflash", "cast")]
-    assert 7 not in outs[0].token_ids
+    assert 3 in outs[0].token_ids and 7 not in outs[0].token_ids
     assert outs[0].token_ids == outs[1].token_ids == outs[2].token_ids
 
 
@@ -284,7 +284,6 @@ def test_non_finite_logits_are_an_error_and_do_not_poison_the_next_request(model
     target, draft = tiny_target(), models[1]
     decoder = Decoder(target, draft, attention="static")
     prompt, other = prompt_of(6), prompt_of(4, seed=3)
-    good = target.norm.weight.data.clone()
     rounds = decoder.stream(prompt, method=method, max_new_tokens=30)
     next(rounds), next(rounds)
     target.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
@@ -293,7 +292,6 @@ def test_non_finite_logits_are_an_error_and_do_not_poison_the_next_request(model
     target.layers[0].mlp.down_proj.weight.data[0, 0] = 0.1
     again = decoder.generate(other, method=method, max_new_tokens=10)
     assert again.token_ids == Decoder(target, draft).generate(other, method="ar", max_new_tokens=10).token_ids
-    assert torch.equal(target.norm.weight.data, good)
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -6,6 +6,7 @@ import torch
 from graphs.masks import (
     EVERYTHING, KERNELS, TILE, BitMask, Flex, FullCache, LiveSlice, flex, packed_bits,
 )
+from minicast.round import BUCKETS
 from minicast.tree import ancestor_matrix
 from model.transformer import CAUSAL, dot_product_attention
 
@@ -131,11 +132,13 @@ def test_kernel_layouts_obey_the_kernels_rules():
     for options in KERNELS.values():
         assert TILE % options["BLOCK_M"] == 0 and TILE % options["BLOCK_N"] == 0
         assert all(options["BLOCK_M"] % group == 0 for group in (1, 2, 4, 8))
-    for n in (1, 16, 24, 32, 48, 64, 96, 128):
+    layouts = {1: 1, 16: 16, 24: 64, 32: 64, 48: 64, 64: 64, 96: 128, 128: 64}  # 128 rows are folded into two times 64
+    assert set(layouts) == set(BUCKETS)
+    for n, layout in layouts.items():
         mask = BitMask(n, 256, EVERYTHING, "cpu")
         rows, _ = mask.blocks.seq_lengths
         assert rows < TILE, "the kernel that splits the cache takes fewer than 128 rows"
-        assert mask.options == KERNELS[next(most for most in KERNELS if most >= rows)]
+        assert mask.options == KERNELS[layout]
 
 
 def test_compiled_flex_attention_equals_sdpa():
