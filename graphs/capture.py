@@ -69,7 +69,7 @@ class CompiledLayer:
         return self._run(compiled, Layer.forward, layer, x, rope, cache, window)
 
     def works(self) -> bool:
-        """Whether anything compiles: better known before weights are laid out for compiled products."""
+        """Whether anything compiles here."""
         self._run(self._compile(_next), _next, torch.zeros(8))
         return not self.failed
 

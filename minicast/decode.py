@@ -31,7 +31,8 @@ from minicast.width import MAX_WIDTH, UNINFORMED, FixedWidth, Policy, clamp_widt
 from model.config import check_pair
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.transformer import Target, lay_out
+from model.linear import lay_out
+from model.transformer import Target
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,8 @@ class Decoder:
                     f"at most {MAX_ROWS}, and the target's {target.dtype}"
                 )
         self.target, self.draft, self.max_length = target, draft, max_length
+        if compile and not cuda:
+            self._lay_out(compiled=True)  # before the compiler, too, takes memory
         layer = CompiledLayer() if compile else None
         if layer and not cuda and not layer.works():
             layer = None
@@ -328,12 +331,15 @@ class Decoder:
 
         Also the moment to lay out the weights, which another decoder on the same target may have done its own way.
         """
-        for model in filter(None, (self.target, self.draft)):
-            lay_out(model, compiled=self.state.body.layer is not None)
+        self._lay_out(compiled=self.state.body.layer is not None)
         if self.state.static:
             positions = min(1 << (max(positions, self.max_length) - 1).bit_length(), self.target.context)
         if self.state.reserve(positions) and self.graphs:
             self.graphs.clear(f"caches grew to {positions} positions")
+
+    def _lay_out(self, compiled: bool) -> None:
+        for model in filter(None, (self.target, self.draft)):
+            lay_out(model, compiled)
 
     def _first_token(self, token_ids: list[int], request: Request) -> int:
         """Prefill, and the target's choice after the prompt, which becomes b."""

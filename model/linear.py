@@ -15,8 +15,10 @@ float32. Nothing holds both at once.
 It does not train: a packed layer has no `weight` any more.
 """
 
+import ctypes
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +107,26 @@ def linear_layers(*models: nn.Module) -> list[Linear]:
 def weight_bytes(*models: nn.Module) -> int:
     """Bytes that a pass through every linear layer streams."""
     return sum(layer.weight_bytes() for layer in linear_layers(*models))
+
+
+def lay_out(model: nn.Module, compiled: bool) -> None:
+    """Unpack the linear layers inside the layers of a target or a drafter for compiled code, or pack them again.
+
+    What is not in a layer, as the LM head, is not compiled and stays packed.
+    """
+    layers = linear_layers(model.layers)
+    stale = [layer for layer in layers if (layer.packed if compiled else layer.panels) is not None]
+    for layer in stale:
+        layer.unpack() if compiled else layer.repack()
+    if stale:
+        trim()
+
+
+def trim() -> None:
+    """Give freed memory back to the system: glibc keeps what lies between blocks in use, of weights that changed their
+    layout 200 MB and more. Other C libraries have no such call, and need none."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def narrow(weight: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from model.config import Rope, TargetConfig, TransformerConfig
 from model.errors import UsageError
-from model.linear import Linear, linear_layers
+from model.linear import Linear
 
 CAUSAL = "causal"
 
@@ -286,12 +286,3 @@ class Target(nn.Module):
         """As `read`, with logits (T, V) in the place of hidden states."""
         hidden, features = self.read(token_ids, taps)
         return self.logits(hidden), features
-
-
-def lay_out(model: nn.Module, compiled: bool) -> None:
-    """Unpack the linear layers inside the layers of a target or a drafter for compiled code, or pack them again.
-
-    What is not in a layer, as the LM head, is not compiled and stays packed. See `model.linear`.
-    """
-    for layer in linear_layers(model.layers):
-        layer.unpack() if compiled else layer.repack()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from model.config import read_json
 from model.default_model import another_copy
 from model.errors import UserError
-from model.linear import Linear, narrow
+from model.linear import Linear, narrow, trim
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -111,6 +111,8 @@ def load_weights(
         done += tensor.bytes
         if progress:
             progress(done, total)
+    if pack:
+        trim()
 
 
 def _finish_embedding(target: nn.Module, tied: bool, pack: bool) -> None:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from graphs.masks import BODIES
 from model import load_draft, load_target
 from model.errors import UsageError
-from model.linear import PANEL, Linear
-from model.transformer import KVCache, dot_product_attention, lay_out
+from model.linear import PANEL, Linear, lay_out
+from model.transformer import KVCache, dot_product_attention
 
 GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 1e-4  # relative to the largest value, float32
