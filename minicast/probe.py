@@ -14,6 +14,7 @@ import hashlib
 import json
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,7 +31,7 @@ from minicast.machine import processor
 from minicast.round import MAX_ROWS, Request
 from minicast.width import (
     FIT_FROM, MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, Pace, Policy, RoundWidth,
-    best_drafted, budget, decide, round_times,
+    best_drafted, decide, round_times,
 )
 from model.default_model import cache_directory
 from model.dflash import DraftHead
@@ -329,7 +330,7 @@ class Deployment:
         shipped: whether it lies beside the head: then it is used as it is, of however few rounds
         costs: by prefix length, as far as asked for
         probed: seconds that measuring them took here, 0 while the disk knew them
-        pace: how long rounds take in use
+        paces: how long rounds take in use, against those costs, by prefix length, too
         back_offs: what drafting has earned so far, by the width asked for
     """
 
@@ -339,8 +340,8 @@ class Deployment:
         self.shipped = shipped_curve(decoder) is not None
         self.costs: dict[int, Costs] = {}
         self.probed = 0.0
-        self.pace = Pace()
-        self.back_offs = {width: BackOff(pace=self.pace) for width in ("auto", "round")}
+        self.paces: defaultdict[int, Pace] = defaultdict(Pace)
+        self.back_offs = {width: BackOff() for width in ("auto", "round")}
 
     def policy(self, options: Options, own_method: bool, prompt_tokens: int, new_tokens: int) -> Policy:
         """The policy of one answer, for the width "auto" or "round".
@@ -354,13 +355,13 @@ class Deployment:
             return FixedWidth(max(decision.drafted_width, 1) if decision else UNINFORMED)
         learn = self.learn if decision is None and options.rank_cap == Options.rank_cap else None
         back_off = self.back_offs[options.width]
+        back_off.pace = self.paces[self.prefix_for(prompt_tokens, new_tokens)]
         return policy_of(options.width, decision, costs, self.decoder.state.buckets, back_off, learn)
 
     @torch.no_grad()
     def costs_at(self, prompt_tokens: int, new_tokens: int, reprobe: bool = False) -> Costs:
         """Costs for an answer of that size; probed where neither this decoder nor the disk knows them."""
-        decoder = self.decoder
-        prefix = prefix_bucket(prompt_tokens + new_tokens // 2, decoder.target.context)
+        decoder, prefix = self.decoder, self.prefix_for(prompt_tokens, new_tokens)
         key = cost_key(decoder, prefix)
         path = cache_directory() / "costs" / f"{digest(key)}.json"
         known = None if reprobe else self.costs.get(prefix) or read_costs(path, key)
@@ -375,6 +376,10 @@ class Deployment:
                 warnings.warn(f"the probe was {DISTURBED}: {remark}", stacklevel=2)
         self.costs[prefix] = known
         return known
+
+    def prefix_for(self, prompt_tokens: int, new_tokens: int) -> int:
+        """The prefix length that stands for an answer of that size."""
+        return prefix_bucket(prompt_tokens + new_tokens // 2, self.decoder.target.context)
 
     def full_probe(self, prefix: int = PAPER_PREFIX) -> FullProbe:
         """The paper's probe; nothing of it is kept, widths go on following the short one."""
@@ -428,7 +433,7 @@ def policy_of(
     """
     if width == "auto" and decision and decision.width == 0:
         return FixedWidth(0)
-    back_off.begin(budget(decision, back_off.pace.correction))
+    back_off.begin(decision)
     times = costs.times(buckets)
     if width == "auto" and decision:
         return AutoWidth(decision.width, times, back_off)

@@ -59,7 +59,6 @@ SCHEDULE = (8, 4, 2, 2)  # the paper's fixed schedule: children of a node by dep
 BINS = 10           # of q, for its reliability
 BATCH = 32          # prompts answered together
 BLOCKS = 32         # blocks drafted in one pass: bounds the memory of their logits
-BINS = 10           # of the drafter's probabilities
 TABLE_WIDTHS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
 
 

@@ -266,9 +266,9 @@ class Pace:
 
 
 BUDGET = 1.0       # AR tokens of time that an answer may lose before drafting pauses: 0.8 % of 128
-STAKE, RECORDED_BUDGET = 12.8, 3.0  # with a record: this times the share of AR's time that it promises to save, at most
 BANK = 8.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
+RECORDED_TRY_SHARE = 0.04  # the same where it was recorded that drafting pays: the pause may have been a false alarm
 DAMPING = 1e-9     # sums of rounded numbers may miss their mark by so much
 
 
@@ -286,12 +286,18 @@ class BackOff:
     So an answer loses at most its budget, or one round if that is more, and one try a pause. What good rounds
     saved stays for the next answer, where it makes a false alarm less likely. What a round took is its predicted
     time, corrected by the `Pace` of late: the time of a single round may be an accident.
+
+    Attributes:
+        price: what one more round like the last would lose if nothing were accepted
+        pace: of rounds whose times were predicted by the same costs
+        try_share: of the AR time before it, what the first try after a pause may lose
     """
 
     purse: float = BUDGET
-    price: float = 0.0  # what one more round like the last would lose if nothing were accepted
+    price: float = 0.0
     ar_tokens_left: int = 0
     pace: Pace = field(default_factory=Pace)
+    try_share: float = TRY_SHARE
     _pauses: int = 0    # since drafting last filled the purse, or the answer began
 
     @property
@@ -299,9 +305,12 @@ class BackOff:
         """Whether the next round should draft."""
         return self.ar_tokens_left == 0 and not self.pace.due
 
-    def begin(self, budget: float = BUDGET) -> None:
-        """Another answer: its text may be easier. budget: what it may lose before drafting pauses, in AR tokens"""
-        self.purse = max(self.purse, budget)
+    def begin(self, decision: Decision | None = None) -> None:
+        """Another answer: its text may be easier. decision: the rule's, with what was recorded of the pair"""
+        recorded = decision.recorded if decision else None
+        pays = recorded is not None and recorded > decision.break_even * self.pace.correction
+        self.try_share = RECORDED_TRY_SHARE if pays else TRY_SHARE
+        self.purse = max(self.purse, BUDGET)
         self.ar_tokens_left = self._pauses = 0
 
     def observe(self, drafted: bool, committed: int, seconds: float, predicted_ms: float, ar_ms: float) -> None:
@@ -319,25 +328,13 @@ class BackOff:
         if self.purse == BANK:
             self._pauses = 0
         if self.purse < self.price - DAMPING:
-            self.ar_tokens_left = ceil(self.price / TRY_SHARE) << self._pauses
+            self.ar_tokens_left = ceil(self.price / self.try_share) << self._pauses
             self._pauses += 1
             self.purse = self.price
 
     def after_ar(self, tokens: int) -> None:
         """AR emitted `tokens` tokens."""
         self.ar_tokens_left = max(self.ar_tokens_left - tokens, 0)
-
-
-def budget(decision: Decision | None, correction: float) -> float:
-    """What an answer may lose before drafting pauses, in AR tokens: a tenth of what the pair's record promises to save
-    over 128 tokens, within bounds. The less there is to win, the sooner it is doubted.
-
-    correction: `Pace.correction`
-    """
-    if decision is None or decision.recorded is None:
-        return BUDGET
-    saved = 1.0 - decision.break_even * correction / decision.recorded
-    return min(max(STAKE * saved, BUDGET), RECORDED_BUDGET)
 
 
 # Policies

@@ -18,7 +18,7 @@ from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, Timings, interl
 from minicast.round import BUCKETS
 from minicast.tree import best_first_tree, chain_tree
 from minicast.width import (
-    BUDGET, MAX_WIDTH, RECORDED_BUDGET, AutoWidth, CostModel, FixedWidth, RoundWidth, stopping_width,
+    MAX_WIDTH, RECORDED_TRY_SHARE, TRY_SHARE, AutoWidth, CostModel, FixedWidth, RoundWidth, stopping_width,
 )
 from model.errors import UsageError, UserError
 from test_decode import DEPTH, autoregressive, prompt_of, tiny_draft, tiny_target
@@ -356,6 +356,8 @@ def test_auto_and_round_do_not_share_a_purse(target, draft, table):
     decoder = Decoder(target, draft)
     one, other = (decoder._policy(Options("cast", width), 5, 60).back_off for width in ("auto", "round"))
     assert one is not other and one.pace is other.pace
+    pace = one.pace
+    assert decoder._policy(Options("cast", "auto"), 300, 60).back_off is one and one.pace is not pace  # by costs
 
 
 def test_a_target_that_is_not_finite_is_told_by_the_answer(target, draft, table):
@@ -459,12 +461,11 @@ def test_probe_time_is_no_answer_time(target, draft, monkeypatch):
     assert order[0] == "probe" and "probe" not in order[1:]
 
 
-@pytest.mark.parametrize("accepted, budget", [
-    ([0.9] * MAX_WIDTH, RECORDED_BUDGET), ([], BUDGET), ([0.0] * MAX_WIDTH, BUDGET),
+@pytest.mark.parametrize("accepted, share", [
+    ([0.9] * MAX_WIDTH, RECORDED_TRY_SHARE), ([], TRY_SHARE), ([0.0] * MAX_WIDTH, TRY_SHARE),
 ], ids=["pays", "unknown", "does not"])
-def test_a_pair_that_was_recorded_to_pay_is_doubted_later(target, draft, table, accepted, budget):
-    """Scores promise, records tell: with promises alone, or a record that speaks against drafting, an answer may lose
-    less before drafting pauses."""
+def test_a_pair_that_was_recorded_to_pay_is_tried_again_sooner(target, draft, table, accepted, share):
+    """Scores promise, records tell: with promises alone, or a record that speaks against drafting, pauses are long."""
     ship(draft, [0.9] * MAX_WIDTH, accepted=accepted)
     policy = Decoder(target, draft)._policy(Options("cast", "round"), 5, 9)
-    assert policy.back_off.purse == budget
+    assert policy.back_off.try_share == share
