@@ -283,8 +283,8 @@ class BackOff:
     kept below a cap and raises an alarm at a limit is Page's test for a change of mean, the quickest for
     its rate of false alarms.)
 
-    So an answer loses at most its budget, or one round if that is more, and one try a pause. What good rounds
-    saved stays for the next answer, where it makes a false alarm less likely. What a round took is its predicted
+    So an answer loses at most its budget, or one round if that is more, and one try a pause; a head that is no good
+    loses that once, and then less and less. What good rounds saved stays for the next answer, where it makes a false alarm less likely. What a round took is its predicted
     time, corrected by the `Pace` of late: the time of a single round may be an accident.
 
     Attributes:
@@ -298,7 +298,7 @@ class BackOff:
     ar_tokens_left: int = 0
     pace: Pace = field(default_factory=Pace)
     try_share: float = TRY_SHARE
-    _pauses: int = 0    # since drafting last filled the purse, or the answer began
+    _pauses: int = 0    # since drafting last filled the purse, or an answer of a pair that pays began
 
     @property
     def drafting(self) -> bool:
@@ -306,12 +306,17 @@ class BackOff:
         return self.ar_tokens_left == 0 and not self.pace.due
 
     def begin(self, decision: Decision | None = None) -> None:
-        """Another answer: its text may be easier. decision: the rule's, with what was recorded of the pair"""
+        """Another answer. decision: the rule's, with what was recorded of the pair.
+
+        Where drafting was recorded to pay, a pause was about the text: the next one may be easier. Where it was not,
+        it is about the head, and goes on.
+        """
         recorded = decision.recorded if decision else None
         pays = recorded is not None and recorded > decision.break_even * self.pace.correction
         self.try_share = RECORDED_TRY_SHARE if pays else TRY_SHARE
         self.purse = max(self.purse, BUDGET)
-        self.ar_tokens_left = self._pauses = 0
+        if pays:
+            self.ar_tokens_left = self._pauses = 0
 
     def observe(self, drafted: bool, committed: int, seconds: float, predicted_ms: float, ar_ms: float) -> None:
         """A round of either kind committed R tokens in `seconds`; predicted were `predicted_ms`, and `ar_ms` for AR."""

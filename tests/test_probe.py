@@ -391,7 +391,7 @@ SAMPLED = {"temperature": 1.0, "seed": 3}
 ], ids=["auto", "auto-sampled", "round-sampled", "round-steep"])
 def test_adaptive_widths_give_the_autoregressive_tokens(target, draft, table, body, width, ms, options):
     """Trimmed trees, pauses and drafts after pauses change no token, and the caches serve a next turn."""
-    ship(draft)
+    ship(draft, accepted=GOOD)
     table.ms = ms
     decoder = Decoder(target, draft, attention=body, max_length=128)
     prompt = prompt_of(9)

@@ -323,16 +323,26 @@ def test_back_off_needs_a_loss():
 
 
 def test_back_off_starts_afresh_with_an_answer():
-    """A new text may be easier: the pause ends; what was saved is kept, what was lost is not."""
-    back_off = BackOff()
-    play(back_off, 100, committed=1)
+    """A new text may be easier, if the pair is known to pay: the pause ends; what was saved is kept, what was lost is not."""
+    back_off, record = BackOff(), SimpleNamespace(recorded=2.3, break_even=1.8)
+    play(back_off, 90, committed=1)
     assert not back_off.drafting
-    back_off.begin()
+    back_off.begin(record)
     assert back_off.drafting and back_off.purse == BUDGET
     play(back_off, 10, committed=4)
     saved = back_off.purse
-    back_off.begin()
+    back_off.begin(record)
     assert back_off.purse == saved > BUDGET
+
+
+def test_a_head_of_which_nothing_good_is_known_has_no_fresh_start():
+    """Its pauses go on doubling from answer to answer, so that a useless head costs next to nothing in the end."""
+    back_off, drafted = BackOff(), []
+    for _ in range(40):
+        back_off.begin()
+        drafted.append(play(back_off, 128, committed=1).count("draft"))
+    assert drafted[0] == 2 and sum(drafted) <= 7 and sum(drafted[20:]) <= 1
+    assert "ar" not in play(back_off, back_off.ar_tokens_left + 100, committed=4)[-100:]  # should it get better
 
 
 @pytest.mark.parametrize("ar_tokens", [1.1, 1.4, 1.8, 2.0, 2.25, 2.4, 3.0, 3.4])
