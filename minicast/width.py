@@ -227,7 +227,7 @@ def decide(
 # When the prediction was too hopeful
 
 TIMED, TIMED_LEAST = 9, 3  # latest rounds of a kind whose times count, by their median; with fewer, the probe's word stands
-LISTEN_FIRST, LISTEN = 6, 48  # drafted rounds before AR decodes one to be timed: while it has too few times, and later
+LISTEN_FIRST, LISTEN = 6, 48  # drafted rounds before AR decodes to be timed: while it has too few times, and later
 
 
 @dataclass
@@ -236,16 +236,20 @@ class Pace:
 
     A probe lasts a second or two. On a shared machine memory and cores gain and lose a tenth or two within minutes,
     not both at once; AR lives on the one, drafted rounds on the other, so which of them is ahead can change. Hence
-    rounds are timed as they run, and now and then AR decodes one only to be timed.
+    rounds are timed as they run, and now and then AR decodes two only to be timed.
+
+    The first AR round after a drafted one is not representative, on a CPU a twentieth slower than those that follow: only
+    these count.
 
     Attributes:
         ar, drafted: of the latest rounds of either kind, time over predicted time
-        unheard: drafted rounds since AR decoded one
+        unheard: drafted rounds since an AR round counted
     """
 
     ar: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED))
     drafted: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED))
     unheard: int = 0
+    _just_drafted: bool = False
 
     @property
     def due(self) -> bool:
@@ -261,8 +265,13 @@ class Pace:
 
     def observe(self, drafted: bool, excess: float) -> None:
         """A round took `excess` times its predicted time."""
-        self.unheard = self.unheard + 1 if drafted else 0
-        (self.drafted if drafted else self.ar).append(excess)
+        if drafted:
+            self.drafted.append(excess)
+            self.unheard += 1
+        elif not self._just_drafted:
+            self.ar.append(excess)
+            self.unheard = 0
+        self._just_drafted = drafted
 
 
 BUDGET = 1.0       # AR tokens of time that an answer may lose before drafting pauses: 0.8 % of 128

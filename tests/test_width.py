@@ -3,7 +3,7 @@
 import random
 import warnings
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import ceil, exp, log
 from types import SimpleNamespace
 
@@ -398,21 +398,29 @@ def test_pauses_are_short_where_drafting_was_recorded_to_pay(recorded, slower, s
     for _ in range(TIMED_LEAST):
         back_off.pace.observe(True, slower)
         back_off.pace.observe(False, 1.0)
+        back_off.pace.observe(False, 1.0)
     back_off.begin(SimpleNamespace(recorded=recorded, break_even=1.8))
     back_off.after_draft(1, 2.0)
     assert back_off.ar_tokens_left == ceil(1 / share) and back_off.purse == BUDGET
 
 
 def test_pace_listens_to_ar():
-    """AR decodes one now and then; too few times of either kind correct nothing; one accident changes nothing."""
+    """AR decodes two now and then, of which the second counts: the first is slower. Too few times of either kind correct
+    nothing; one accident changes nothing."""
     pace = Pace()
-    heard = []
-    for number in range(200):
-        heard += [number] if pace.due else []
-        pace.observe(not pace.due, 0.9 if pace.due else 1.2)
-        assert pace.correction == (1.0 if len(heard) < TIMED_LEAST else pytest.approx(1.2 / 0.9))
-    gaps = [b - a - 1 for a, b in zip([-1, *heard], heard)]
-    assert gaps[:TIMED_LEAST] == [LISTEN_FIRST] * TIMED_LEAST and set(gaps[TIMED_LEAST:]) == {LISTEN}
+    done, heard = [], 0
+    for _ in range(300):
+        done.append("ar" if pace.due else "draft")
+        if pace.due:
+            second = done[-2:] == ["ar", "ar"]
+            heard += second
+            pace.observe(False, 0.9 if second else 5.0)
+        else:
+            pace.observe(True, 1.2)
+        assert pace.correction == (1.0 if heard < TIMED_LEAST else pytest.approx(1.2 / 0.9))
+    runs = [len(list(run)) for kind, run in groupby(done) if kind == "draft"][:-1]
+    assert runs[:TIMED_LEAST] == [LISTEN_FIRST] * TIMED_LEAST and set(runs[TIMED_LEAST:]) == {LISTEN}
+    assert {len(list(run)) for kind, run in groupby(done) if kind == "ar"} == {2}
     pace.observe(True, 50.0)
     assert pace.correction == pytest.approx(1.2 / 0.9)
 
