@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minicast.width import MAX_WIDTH
+from model.errors import UserError
 
 PROVENANCE = ("target", "draft", "rank_cap")
 
@@ -72,3 +73,11 @@ class MassCurve:
             self.masses[rank] += ((masses[rank] if rank < len(masses) else 0.0) - mean) / self.rounds
         for index, mean in enumerate(self.chain_masses):
             self.chain_masses[index] += (by_depth.get(index + 1, 0.0) - mean) / self.rounds
+
+
+def read_shipped(file: Path, depth: int, otherwise: str) -> MassCurve:
+    """The curve beside a head. UserError if it is none, which tells what happens `otherwise`, without the file."""
+    try:
+        return MassCurve.read(file, depth)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot use {file}: {error}; delete it, and {otherwise}") from error

@@ -25,7 +25,7 @@ from statistics import median, quantiles
 import torch
 from tqdm import tqdm
 
-from minicast.curve import MassCurve
+from minicast.curve import MassCurve, read_shipped
 from minicast.decode import Decoder, Options
 from minicast.machine import processor
 from minicast.round import MAX_ROWS, Request
@@ -35,7 +35,6 @@ from minicast.width import (
 )
 from model.default_model import cache_directory
 from model.dflash import DraftHead
-from model.errors import UserError
 from model.files import write_atomically
 from model.linear import weight_bytes
 
@@ -305,14 +304,11 @@ def shipped_curve(decoder: Decoder) -> Path | None:
     return path if path and path.is_file() and scored_tokens(draft) is None else None
 
 
-def curve_of(decoder: Decoder) -> tuple[MassCurve, Path]:
+def curve_of(decoder: Decoder, shipped: Path | None) -> tuple[MassCurve, Path]:
     """The pair's curve and its file: the one beside the head, or else the one learned so far."""
-    depth, shipped = decoder.state.depth, shipped_curve(decoder)
+    depth = decoder.state.depth
     if shipped:
-        try:
-            return MassCurve.read(shipped, depth), shipped
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot use {shipped}: {error}; delete it, and the curve is learned") from error
+        return read_shipped(shipped, depth, "the curve is learned"), shipped
     learned = cache_directory() / "curves" / f"{pair_digest(decoder)}.json"
     try:
         return MassCurve.read(learned, depth), learned
@@ -336,8 +332,9 @@ class Deployment:
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
-        self.curve, self.curve_file = curve_of(decoder)
-        self.shipped = shipped_curve(decoder) is not None
+        shipped = shipped_curve(decoder)
+        self.curve, self.curve_file = curve_of(decoder, shipped)
+        self.shipped = shipped is not None
         self.costs: dict[int, Costs] = {}
         self.probed = 0.0
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)

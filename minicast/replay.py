@@ -40,7 +40,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minicast.command import Choice, Placement, guarded, note_no_effect
-from minicast.curve import MassCurve
+from minicast.curve import MassCurve, read_shipped
 from minicast.prompts import EVERYTHING, PROMPTS, read_prompts
 from minicast.report import commit
 from minicast.tree import RANK_CAP, Tree, ranked_tree, top_ranked
@@ -610,10 +610,7 @@ def shipped_curve(settings: dict, depth: int) -> MassCurve | None:
     file = next((place / "curve.json" for place in known if (place / "curve.json").is_file()), None)
     if file is None or head_digest(str(file.parent)) != settings["head"]:
         return None
-    try:
-        return MassCurve.read(file, depth)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot use {file}: {error}; delete it, and the recorded curve is used") from error
+    return read_shipped(file, depth, "the recorded curve is used")
 
 
 def middle(directory: Path, settings: dict) -> int:

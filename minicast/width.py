@@ -293,8 +293,9 @@ class BackOff:
     its rate of false alarms.)
 
     So an answer loses at most its budget, or one round if that is more, and one try a pause; a head that is no good
-    loses that once, and then less and less. What good rounds saved stays for the next answer, where it makes a false alarm less likely. What a round took is its predicted
-    time, corrected by the `Pace` of late: the time of a single round may be an accident.
+    loses that once, and then less and less. What good rounds saved stays for the next answer, where it makes a false
+    alarm less likely. What a round took is its predicted time, corrected by the `Pace` of late: the time of a single
+    round may be an accident.
 
     Attributes:
         price: what one more round like the last would lose if nothing were accepted

@@ -6,6 +6,7 @@ Clocks are replaced by counters where times matter, so nothing here depends on t
 import json
 import random
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -166,15 +167,15 @@ def test_floor_counts_the_weights_as_they_are_held(decoder):
     assert floor.ms_in_32_bits == pytest.approx(floor.ms * 4 * weights / floor.weight_bytes)
 
 
-def test_share_counts_models_once_and_leaves_them_as_they_were(decoder, monkeypatch):
+@pytest.fixture
+def ticking(monkeypatch):
+    """A clock that is one second on at each reading."""
+    ticks = count(1)
+    monkeypatch.setattr(machine, "clock", lambda device: float(next(ticks)))
+
+
+def test_share_counts_models_once_and_leaves_them_as_they_were(decoder, ticking):
     """Time inside the models, nested calls not counted twice; afterwards no clock is left in them."""
-    ticks = [0]
-
-    def clock(device):
-        ticks[0] += 1
-        return float(ticks[0])
-
-    monkeypatch.setattr(machine, "clock", clock)
     before = [set(vars(model)) for model in (decoder.target, decoder.draft)]
     share = machine.measure_share(decoder, [1, 2, 3], width=7, max_new_tokens=12)
     rounds = len(decoder.output.round_lengths)
@@ -188,15 +189,8 @@ def test_share_counts_models_once_and_leaves_them_as_they_were(decoder, monkeypa
     assert alone.head == 0 and alone.target == 2 * 11
 
 
-def test_share_counts_a_restricted_head_as_the_drafters(models, monkeypatch):
+def test_share_counts_a_restricted_head_as_the_drafters(models, ticking):
     """With fewer tokens to score, the head's own rows take the place of the target's LM head in every draft."""
-    ticks = [0]
-
-    def clock(device):
-        ticks[0] += 1
-        return float(ticks[0])
-
-    monkeypatch.setattr(machine, "clock", clock)
     target, draft = load_target(models[0]), load_draft(models[1])
     draft.restrict(range(100), target)
     decoder = Decoder(target, draft)
