@@ -3,9 +3,10 @@
     python -m minicast.bench --prompts FILE... --methods ar,dflash,cast --widths 7,15,auto
 
 All methods run in one loop on every prompt, in random order, caches empty before each, and their tokens are
-compared, sampled ones too: the same seed gives the same text by every method. Reported are the paper's
-decode-only time, beside it the wall time from prompt to last token, and the streaming floor of this machine,
-measured in the same run. A killed run goes on where it was.
+compared, sampled ones too: the same seed gives the same text by every method. On a machine shared with others let
+them take turns of a few tokens (--turn). Reported are the paper's decode-only time, beside it the wall time from
+prompt to last token, and the streaming floor of this machine, measured in the same run. A killed run goes on where
+it was.
 
 The clocks of an answer are in `minicast.decode`, the definitions of the figures in `minicast.figures`, the machine
 beside them in `minicast.machine`, whether the tokens are right in `minicast.audit`, tables in `minicast.report`.
@@ -23,7 +24,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,11 +33,11 @@ from tqdm import tqdm
 
 from minicast.audit import Audit, first_departure, is_failure
 from minicast.command import Placement, guarded, note_idle_flags, note_no_effect
-from minicast.decode import Decoder, Output
+from minicast.decode import Decoder, Output, Round
 from minicast.figures import Record, comparison, comparison_lines, located, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
-from minicast.probe import PAPER_PREFIX, Deployment
+from minicast.probe import PAPER_PREFIX, Costs, Deployment
 from minicast.prompts import Question
 from minicast.report import Report, commit, environment
 from minicast.subject import HEAD, PREFIX, Subject
@@ -64,13 +65,44 @@ class Arm:
 
 # Measuring answers
 
-def measure(decoder: Decoder, arm: Arm, prompt_ids: Sequence[int], options: dict) -> Output:
+def answer(decoder: Decoder, arm: Arm, prompt_ids: Sequence[int], options: dict) -> Iterator[Round]:
     """One answer from empty caches."""
     decoder.reset()
-    return decoder.generate(prompt_ids, method=arm.method, width=arm.width, **options)
+    yield from decoder.stream(prompt_ids, method=arm.method, width=arm.width, **options)
 
 
-def warm_up(decoder: Decoder, arms: Sequence[Arm], prompt_ids: Sequence[int], options: dict) -> None:
+def measure(decoder: Decoder, arm: Arm, prompt_ids: Sequence[int], options: dict) -> Output:
+    """One answer from empty caches, to its end."""
+    for _ in answer(decoder, arm, prompt_ids, options):
+        pass
+    return decoder.output
+
+
+def race(
+    decoders: dict[Arm, Decoder], prompt_ids: Sequence[int], options: dict, turn: int | None, draw: random.Random
+) -> dict[Arm, Output]:
+    """Every arm's answer, in random order; outputs in that of `decoders`.
+
+    turn: tokens that an arm decodes before it is another's turn, if each has a decoder of its own. What slows the
+        machine for a second then slows all arms, and their clocks stand while others have their turn. None: a whole
+        answer
+    """
+    running = {arm: answer(decoder, arm, prompt_ids, options) for arm, decoder in decoders.items()}
+    outputs = {}
+    while running:
+        for arm in draw.sample(list(running), len(running)):
+            tokens = 0
+            for step in running[arm]:
+                tokens += len(step.token_ids)
+                if turn and tokens >= turn:
+                    break
+            else:
+                outputs[arm] = decoders[arm].output
+                del running[arm]
+    return {arm: outputs[arm] for arm in decoders}
+
+
+def warm_up(decoders: dict[Arm, Decoder], prompt_ids: Sequence[int], options: dict) -> None:
     """A few untimed tokens of each arm: the first products of a shape cost more than later ones.
 
     The widest first: of CUDA graphs, smaller ones then fit where larger ones left room.
@@ -80,26 +112,8 @@ def warm_up(decoder: Decoder, arms: Sequence[Arm], prompt_ids: Sequence[int], op
         chosen = arm.method == "cast" and not isinstance(arm.width, int)
         return MAX_WIDTH if chosen else arm.width  # as far as "auto" and "round" may go
 
-    for arm in sorted(arms, key=widest, reverse=True):
-        measure(decoder, arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
-
-
-def contest(
-    decoder: Decoder,
-    arms: Sequence[Arm],
-    prompt_ids: Sequence[int],
-    options: dict,
-    order: Sequence[Arm] | None = None,
-    domain: str = "",
-    prompt: int = 0,
-    repeat: int = 0,
-) -> list[Record]:
-    """Every arm on one prompt, run in `order`; records in that of `arms`, tokens compared with the first's.
-
-    domain, prompt and repeat are only noted.
-    """
-    outputs = {arm: measure(decoder, arm, prompt_ids, options) for arm in order or arms}
-    return compared(decoder, {arm: outputs[arm] for arm in arms}, prompt_ids, options, domain, prompt, repeat)
+    for arm in sorted(decoders, key=widest, reverse=True):
+        measure(decoders[arm], arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
 
 
 def compared(
@@ -128,7 +142,7 @@ def show_comparison(
     arms = [Arm(method, width if method == "cast" else 0) for method in METHODS]
     outputs, ended = {}, None
     try:
-        warm_up(decoder, arms, prompt_ids, options)
+        warm_up(dict.fromkeys(arms, decoder), prompt_ids, options)
         for arm in arms:
             outputs[arm] = measure(decoder, arm, prompt_ids, options)
     except (KeyboardInterrupt, UserError) as error:
@@ -198,21 +212,23 @@ class Plan:
     Attributes:
         seed: of samples (each repeat adds 1), the arms' order and the bootstrap
         options: of `Decoder.stream`, less those of the arm, the question and the repeat
+        turn: see `race`
     """
 
-    arms: list[Arm]
     questions: list[Question]
     repeats: int
     seed: int
     options: dict
+    turn: int | None = None
 
     def asked(self, index: int, repeat: int = 0) -> dict:
         """The options of a question's answers by all arms."""
         return self.options | {"max_new_tokens": self.questions[index].max_new_tokens, "seed": self.seed + repeat}
 
 
-def run_plan(decoder: Decoder, plan: Plan, journal: Journal) -> None:
+def run_plan(decoders: dict[Arm, Decoder], plan: Plan, journal: Journal) -> None:
     """Measure what the journal does not hold yet."""
+    first = next(iter(decoders.values()))
     finished = {(record.repeat, record.prompt) for record in journal.records}
     bar = tqdm(total=plan.repeats * len(plan.questions), unit="prompt", file=sys.stderr, disable=None)
     bar.update(len(finished))
@@ -221,19 +237,17 @@ def run_plan(decoder: Decoder, plan: Plan, journal: Journal) -> None:
             if (repeat, index) in finished:
                 continue
             bar.set_description(question.domain)
-            order = list(plan.arms)
-            random.Random(f"{plan.seed} {repeat} {index}").shuffle(order)
-            where = (question.domain, index, repeat)
-            journal.append(
-                contest(decoder, plan.arms, question.prompt_ids, plan.asked(index, repeat), order, *where)
-            )
+            options, draw = plan.asked(index, repeat), random.Random(f"{plan.seed} {repeat} {index}")
+            outputs = race(decoders, question.prompt_ids, options, plan.turn, draw)
+            journal.append(compared(first, outputs, question.prompt_ids, options, question.domain, index, repeat))
             bar.update()
     bar.close()
 
 
-def conclude(decoder: Decoder, plan: Plan, records: list[Record], **measured) -> Report:
+def conclude(decoders: dict[Arm, Decoder], plan: Plan, records: list[Record], **measured) -> Report:
     """The report on finished records, with what takes one more answer; measured: the report's other fields."""
-    dtype, first = decoder.target.dtype, plan.questions[0].prompt_ids
+    decoder, first = next(iter(decoders.values())), plan.questions[0].prompt_ids
+    dtype = decoder.target.dtype
     autoregressive = [record for record in records if record.arm == "ar"]
     failures = [located(record) for record in records if is_failure(record.departure, dtype)]
     audit = measured["audit"]
@@ -243,16 +257,24 @@ def conclude(decoder: Decoder, plan: Plan, records: list[Record], **measured) ->
         depth=decoder.state.depth,
         ar_over_floor=round_ms(autoregressive) / measured["floor"].ms if autoregressive else None,
         outside_share={} if decoder.graphs else {  # a replay calls no model
-            str(arm): measure_share(decoder, first, method=arm.method, width=arm.width, **plan.asked(0)).outside
-            for arm in plan.arms
+            str(arm): measure_share(each, first, method=arm.method, width=arm.width, **plan.asked(0)).outside
+            for arm, each in decoders.items()
         },
         tree_builder_ms=measure_tree_builder(),
+        costs=costs_used(decoders),
+        buckets=decoder.state.buckets,
         rows=rows,
         predictions=predictions(records, rows, plan.seed, sampled),
         records=records,
         failures=failures + [str(slip) for slip in (audit.failures if audit else [])],
         **measured,
     )
+
+
+def costs_used(decoders: dict[Arm, Decoder]) -> dict[int, Costs]:
+    """What the arms that choose their width went by; of several that probed for themselves, the first's."""
+    deployments = [decoder.deployment for decoder in decoders.values() if decoder.deployment]
+    return dict(sorted(deployments[0].costs.items())) if deployments else {}
 
 
 # The command line
@@ -285,6 +307,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="cut prompts to at most so many tokens, a table's domain each; also where "
                         "--probe-full probes, 1024 if not given")
     parser.add_argument("--repeats", type=at_least(1), default=1, help="default: %(default)s")
+    parser.add_argument("--turn", type=at_least(1), metavar="K",
+                        help="K tokens of a method, then it is the next one's turn, each with caches of its own: what "
+                        "slows a shared machine for a second slows all alike; default: whole answers")
     sampling_flags(parser, seed=" (each repeat adds 1), the methods' order and the bootstrap")
     model_flags(parser)
     parser.add_argument("--random-weights", choices=(*SHAPES, HEAD), metavar="NAME",
@@ -347,7 +372,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     note_no_effect("bench", sorted(arguments.changed & {"shape"}), "without --gpu-check")
     subject = Subject.of(arguments, placement, drafts)
     options["stop_ids"] = subject.stop_ids
-    plan = Plan(arms, subject.questions, arguments.repeats, arguments.seed, options)
+    plan = Plan(subject.questions, arguments.repeats, arguments.seed, options, arguments.turn)
     settings = {
         "weights": subject.source,
         "draft_vocabulary": arguments.draft_vocabulary,
@@ -361,6 +386,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "prefix": arguments.prefix,
         "max_new_tokens": arguments.max_new_tokens,
         "repeats": arguments.repeats,
+        "turn": arguments.turn,
         "seed": arguments.seed,
         "options": options,
         "threads": torch.get_num_threads(),
@@ -371,22 +397,22 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         print(f"bench: going on after {len(journal.records) // len(arms)} prompts", file=sys.stderr)
 
     target, draft = subject.load(placement)
-    decoder = Decoder(target, draft, compile=arguments.compile, attention=arguments.attention)
-    warm_up(decoder, arms, subject.questions[0].prompt_ids, plan.asked(0))
+    how = {"compile": arguments.compile, "attention": arguments.attention}
+    decoder = Decoder(target, draft, **how)
+    decoders = {arm: Decoder(target, draft, **how) if plan.turn and arm != arms[0] else decoder for arm in arms}
+    warm_up(decoders, subject.questions[0].prompt_ids, plan.asked(0))
     deployment = Deployment(decoder) if arguments.probe_full else None
     probes = [deployment.full_probe(prefix) for prefix in arguments.prefix or [PAPER_PREFIX]] if deployment else []
     before = measure_floor(target)
-    run_plan(decoder, plan, journal)
+    run_plan(decoders, plan, journal)
     report = conclude(
-        decoder,
+        decoders,
         plan,
         journal.records,
         remark=subject.remark,
         settings=settings,
         environment=environment(placement, subject.source, command, settings["commit"]),
         floor=min(before, measure_floor(target), key=lambda floor: floor.ms),
-        costs=dict(sorted(decoder.deployment.costs.items())) if decoder.deployment else {},
-        buckets=decoder.state.buckets,
         probes=probes,
         audit=Audit.of(target, journal.records, subject.questions) if arguments.audit else None,
     )

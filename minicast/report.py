@@ -141,6 +141,8 @@ class Report:
             if verifier == "stochastic":
                 yield "the stochastic verifier draws other tokens of the same law: texts are not compared"
                 return
+        if self.settings["turn"]:
+            yield f"methods took turns of {self.settings['turn']} tokens, so slow moments of the machine hit all alike"
         departed = [record for record in self.records if record.departure]
         compared = sum(record.arm != reference for record in self.records)
         if others:

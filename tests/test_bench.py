@@ -144,15 +144,47 @@ def test_timer_follows_the_paper(decoder, monkeypatch, arm):
 def test_every_answer_starts_from_empty_caches(decoder, monkeypatch):
     """A prefix left by one method would spare the next one its prefill."""
     seen = []
-    generate = Decoder.generate
+    stream = Decoder.stream
 
     def watched(self, prompt_ids, **options):
         seen.append((self.state.prefix, options["method"], options["width"]))
-        return generate(self, prompt_ids, **options)
+        return stream(self, prompt_ids, **options)
 
-    monkeypatch.setattr(Decoder, "generate", watched)
-    bench.contest(decoder, ARMS, [1, 2, 3], {"max_new_tokens": 5})
-    assert seen == [(0, arm.method, arm.width) for arm in ARMS]
+    monkeypatch.setattr(Decoder, "stream", watched)
+    for _ in range(2):
+        bench.race(dict.fromkeys(ARMS, decoder), [1, 2, 3], {"max_new_tokens": 5}, None, random.Random(0))
+    assert sorted(seen, key=str) == sorted(2 * [(0, arm.method, arm.width) for arm in ARMS], key=str)
+
+
+def test_methods_take_turns(models, monkeypatch):
+    """Each decodes at least `turn` tokens and stops at the end of that round; every answer is whole, and its clock
+    stands while others decode: a tick is a pass of the target, which all of them share.
+    """
+    target, draft, ticks, turns = load_target(models[0]), load_draft(models[1]), [0], []
+    monkeypatch.setattr(decode.time, "perf_counter", lambda: float(ticks[0]))
+    forward, stream = target.forward, Decoder.stream
+
+    def clocked(*arguments):
+        ticks[0] += 1
+        return forward(*arguments)
+
+    def watched(self, prompt_ids, **options):
+        for step in stream(self, prompt_ids, **options):
+            turns.append((options["method"], len(step.token_ids)))
+            yield step
+
+    monkeypatch.setattr(target, "forward", clocked)
+    monkeypatch.setattr(Decoder, "stream", watched)
+    decoders = {arm: Decoder(target, draft) for arm in ARMS}
+    found = bench.race(decoders, [1, 2, 3], {"max_new_tokens": 30}, 4, random.Random(0))
+    assert list(found) == ARMS and len({tuple(output.token_ids) for output in found.values()}) == 1
+    for output in found.values():
+        assert output.decode_seconds == len(output.round_lengths) and output.prefill_seconds == 1
+    methods = [method for method, _ in turns]
+    changes = [i for i in range(1, len(turns)) if methods[i] != methods[i - 1]]
+    taken = [sum(tokens for _, tokens in turns[a:b]) for a, b in zip([0, *changes], changes)]
+    assert len(changes) >= 12 and max(taken) < 2 * (4 + 8)
+    assert min(taken[:9]) >= 4  # while all of them run; two turns on end, across cycles, look like a longer one
 
 
 def test_floor_counts_the_weights_as_they_are_held(decoder):
@@ -327,21 +359,21 @@ def test_a_run_that_finished_nothing_blocks_no_other(tmp_path):
 def test_killed_run_goes_on(decoder, tmp_path, monkeypatch):
     """Finished prompts are not measured again; the order of methods does not depend on the interruption."""
     asked = [Question("a", [1, 2], 3), Question("a", [3], 3), Question("b", [4, 5, 6], 4)]
-    plan = Plan(ARMS, asked, repeats=2, seed=0, options={})
+    plan = Plan(asked, repeats=2, seed=0, options={})
     order = []
-    measure = bench.measure
+    answer = bench.answer
 
     def watched(decoder, arm, prompt_ids, options):
         if len(order) == killed_at:
             raise KeyboardInterrupt
         order.append((arm, tuple(prompt_ids)))
-        return measure(decoder, arm, prompt_ids, options)
+        yield from answer(decoder, arm, prompt_ids, options)
 
-    monkeypatch.setattr(bench, "measure", watched)
+    monkeypatch.setattr(bench, "answer", watched)
 
     def run(path):
         journal = Journal(path, {})
-        bench.run_plan(decoder, plan, journal)
+        bench.run_plan(dict.fromkeys(ARMS, decoder), plan, journal)
         return journal.records
 
     killed_at = None
@@ -483,7 +515,7 @@ def test_the_widest_tree_warms_up_first(monkeypatch):
     order = []
     monkeypatch.setattr(bench, "measure", lambda decoder, arm, *_: order.append(str(arm)))
     arms = [Arm("ar"), Arm("cast", 7), Arm("cast", "auto"), Arm("cast", 126), Arm("dflash"), Arm("cast", "round")]
-    bench.warm_up(None, arms, [1], {})
+    bench.warm_up(dict.fromkeys(arms), [1], {})
     assert order[:4] == ["cast N=auto", "cast N=round", "cast N=126", "cast N=7"]
 
 
@@ -639,26 +671,25 @@ def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys)
     """Fixed and chosen widths in one run, a seed a repeat, sampled texts equal by every arm, none kept."""
     out = tmp_path / "sweep.json"
     seen = set()
-    generate = Decoder.generate
+    stream = Decoder.stream
 
     def watched(self, prompt_ids, **options):
-        output = generate(self, prompt_ids, **options)
+        yield from stream(self, prompt_ids, **options)
         if options["max_new_tokens"] == 6:  # not the warm-up
             seen.add((options["seed"], options["temperature"], options["top_k"], options["verifier"]))
-            texts.setdefault((options["seed"], tuple(prompt_ids)), set()).add(tuple(output.token_ids))
-        return output
+            texts.setdefault((options["seed"], tuple(prompt_ids)), set()).add(tuple(self.output.token_ids))
 
     texts = {}
-    monkeypatch.setattr(Decoder, "generate", watched)
+    monkeypatch.setattr(Decoder, "stream", watched)
     one = [*flags, "--prompts", str(tmp_path / "chat.jsonl")]
     sampled = ["--temperature", "1", "--top-k", "50", "--repeats", "3", "--seed", "3"]
-    assert bench.main([*one, *sampled, "--widths", "7,auto,round", "--out", str(out)]) == 0
+    assert bench.main([*one, *sampled, "--widths", "7,auto,round", "--turn", "2", "--out", str(out)]) == 0
     assert seen == {(seed, 1.0, 50, "direct") for seed in (3, 4, 5)}
     assert all(len(answers) == 1 for answers in texts.values())
     report, markdown = json.loads(out.read_text()), out.with_suffix(".md").read_text()
     arms = ["ar", "dflash", "cast N=7", "cast N=auto", "cast N=round"]
     assert list(report["outside_share"]) == arms
-    assert "all texts are equal: 12 answers compared" in markdown
+    assert "all texts are equal: 12 answers compared" in markdown and "methods took turns of 2 tokens" in markdown
     assert "sampled at T = 1, top_k 50, seed 3 + repeat, direct verifier" in markdown
     assert "| gain over DFlash, range over seeds |" in markdown and "the mean of its seeds" in markdown
     assert all(row["repeat_gain"] for row in report["rows"] if row["arm"].startswith("cast"))

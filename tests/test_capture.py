@@ -466,5 +466,5 @@ def test_the_largest_graphs_are_recorded_first(models, monkeypatch):
     assert [label for label in recorded if "rows" in label] == ["32 rows", "16 rows", "1 rows"]
     recorded.clear()
     arms = [Arm("ar", 0), Arm("cast", 7), Arm("cast", 40)]
-    warm_up(replaying(*models), arms, prompt_of(5), {"max_new_tokens": 4})
+    warm_up(dict.fromkeys(arms, replaying(*models)), prompt_of(5), {"max_new_tokens": 4})
     assert [label for label in recorded if "rows" in label] == ["48 rows", "16 rows", "1 rows"]
