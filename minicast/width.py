@@ -226,52 +226,57 @@ def decide(
 
 # When the prediction was too hopeful
 
-TIMED, TIMED_LEAST = 9, 3  # latest rounds of a kind whose times count, by their median; with fewer, the probe's word stands
-LISTEN_FIRST, LISTEN = 6, 48  # drafted rounds before AR decodes to be timed: while it has too few times, and later
+HEARD, HEARD_LEAST = 9, 3  # latest comparisons of both kinds, by their median; with fewer, the probe's word stands
+LISTEN_FIRST, LISTEN = 6, 48  # drafted rounds before AR decodes to be compared: while there are too few, and later
+NEAR = 5  # drafted rounds, the last before AR, that it is compared with, by their median
 
 
 @dataclass
 class Pace:
-    """How long rounds take in use, against what a probe predicted of them.
+    """How much longer than a probe predicted drafted rounds take in use, in units of AR's.
 
-    A probe lasts a second or two. On a shared machine memory and cores gain and lose a tenth or two within minutes,
-    not both at once; AR lives on the one, drafted rounds on the other, so which of them is ahead can change. Hence
-    rounds are timed as they run, and now and then AR decodes two only to be timed.
+    A probe lasts a second or two. On a shared machine memory and cores gain and lose a tenth or two within seconds,
+    both kinds of rounds with them, so only neighbours can be compared. How they compare changes more slowly, for AR
+    lives on the one, drafted rounds on the other: within half a minute or so. Hence rounds are timed as they run, and
+    now and then AR decodes two only to be compared.
 
-    The first AR round after a drafted one is not representative, on a CPU a twentieth slower than those that follow: only
-    these count.
+    The first AR round after a drafted one is not representative, on a CPU up to a twentieth slower than those that
+    follow: it is the second that counts.
 
     Attributes:
-        ar, drafted: of the latest rounds of either kind, time over predicted time
-        unheard: drafted rounds since an AR round counted
+        ratios: of the latest changes from drafting to AR: times of drafted rounds over that of AR, each over its
+            predicted time
+        unheard: drafted rounds since the latest of them
     """
 
-    ar: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED))
-    drafted: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED))
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=HEARD))
     unheard: int = 0
-    _just_drafted: bool = False
+    _drafted: deque[float] = field(default_factory=lambda: deque(maxlen=NEAR))
+    _ar_rounds: int = 0  # since a drafted one
 
     @property
     def due(self) -> bool:
         """Whether AR should be heard."""
-        return self.unheard >= (LISTEN if len(self.ar) >= TIMED_LEAST else LISTEN_FIRST)
+        return self.unheard >= (LISTEN if len(self.ratios) >= HEARD_LEAST else LISTEN_FIRST)
 
     @property
     def correction(self) -> float:
         """What to multiply a drafted round's predicted time with, in units of AR's."""
-        if min(len(self.ar), len(self.drafted)) < TIMED_LEAST:
-            return 1.0
-        return median(self.drafted) / median(self.ar)
+        return median(self.ratios) if len(self.ratios) >= HEARD_LEAST else 1.0
 
     def observe(self, drafted: bool, excess: float) -> None:
         """A round took `excess` times its predicted time."""
         if drafted:
-            self.drafted.append(excess)
+            if self._ar_rounds:
+                self._drafted.clear()
+            self._drafted.append(excess)
+            self._ar_rounds = 0
             self.unheard += 1
-        elif not self._just_drafted:
-            self.ar.append(excess)
+            return
+        self._ar_rounds += 1
+        if self._ar_rounds == 2 and self._drafted:
+            self.ratios.append(median(self._drafted) / excess)
             self.unheard = 0
-        self._just_drafted = drafted
 
 
 BUDGET = 1.0       # AR tokens of time that an answer may lose before drafting pauses: 0.8 % of 128

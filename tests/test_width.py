@@ -4,7 +4,8 @@ import random
 import warnings
 from dataclasses import replace
 from itertools import accumulate, groupby
-from math import ceil, exp, log
+from math import ceil, exp, log, sin
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from minicast.tree import Tree
 from minicast.width import (
-    BUDGET, LISTEN, LISTEN_FIRST, MAX_WIDTH, RECORDED_TRY_SHARE, TIMED_LEAST, TRY_SHARE, AutoWidth, BackOff, CostModel,
+    BUDGET, HEARD_LEAST, LISTEN, LISTEN_FIRST, MAX_WIDTH, RECORDED_TRY_SHARE, TRY_SHARE, AutoWidth, BackOff, CostModel,
     FixedWidth, Pace, RoundWidth, clamp_width, decide, paying_width, round_times, stopping_width,
 )
 
@@ -395,7 +396,7 @@ def test_auto_follows_the_machine_when_the_probe_was_wrong():
 def test_pauses_are_short_where_drafting_was_recorded_to_pay(recorded, slower, share):
     """There a pause is often a false alarm; not where rounds take longer than was probed, so that it pays no more."""
     back_off = BackOff()
-    for _ in range(TIMED_LEAST):
+    for _ in range(HEARD_LEAST):
         back_off.pace.observe(True, slower)
         back_off.pace.observe(False, 1.0)
         back_off.pace.observe(False, 1.0)
@@ -405,8 +406,8 @@ def test_pauses_are_short_where_drafting_was_recorded_to_pay(recorded, slower, s
 
 
 def test_pace_listens_to_ar():
-    """AR decodes two now and then, of which the second counts: the first is slower. Too few times of either kind correct
-    nothing; one accident changes nothing."""
+    """AR decodes two now and then, of which the second counts: the first is slower. Too few comparisons correct none;
+    one accident changes nothing."""
     pace = Pace()
     done, heard = [], 0
     for _ in range(300):
@@ -417,12 +418,28 @@ def test_pace_listens_to_ar():
             pace.observe(False, 0.9 if second else 5.0)
         else:
             pace.observe(True, 1.2)
-        assert pace.correction == (1.0 if heard < TIMED_LEAST else pytest.approx(1.2 / 0.9))
+        assert pace.correction == (1.0 if heard < HEARD_LEAST else pytest.approx(1.2 / 0.9))
     runs = [len(list(run)) for kind, run in groupby(done) if kind == "draft"][:-1]
-    assert runs[:TIMED_LEAST] == [LISTEN_FIRST] * TIMED_LEAST and set(runs[TIMED_LEAST:]) == {LISTEN}
+    assert runs[:HEARD_LEAST] == [LISTEN_FIRST] * HEARD_LEAST and set(runs[HEARD_LEAST:]) == {LISTEN}
     assert {len(list(run)) for kind, run in groupby(done) if kind == "ar"} == {2}
-    pace.observe(True, 50.0)
+    for drafted, excess in ((True, 50.0), (False, 1.0), (False, 1.0)):
+        pace.observe(drafted, excess)
     assert pace.correction == pytest.approx(1.2 / 0.9)
+
+
+def test_pace_compares_neighbours():
+    """What slows both kinds alike for a while is no reason to draft less; times from before it are none to draft more.
+
+    The machine's speed wanders by a third, in waves of many rounds; single rounds vary by a tenth.
+    """
+    rng, pace, found = random.Random(5), Pace(), []
+    for step in range(6_000):
+        slow = 1.25 + 0.25 * sin(step / 150)
+        drafted = not pace.due
+        pace.observe(drafted, (1.2 if drafted else 1.0) * slow * rng.lognormvariate(0, 0.1))
+        found.append(pace.correction)
+    assert max(abs(correction / 1.2 - 1) for correction in found[500:]) < 0.15
+    assert abs(fmean(found[500:]) / 1.2 - 1) < 0.03
 
 
 # Policies
