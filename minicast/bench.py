@@ -42,9 +42,11 @@ from minicast.prompts import Question
 from minicast.report import Report, commit, environment
 from minicast.subject import HEAD, PREFIX, Subject
 from minicast.width import MAX_WIDTH
+from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_file, write_atomically
 from model.random_weights import SHAPES
+from model.transformer import Target
 
 WARM_UP_TOKENS = 16
 SAMPLING = ("temperature", "top_k", "top_p", "seed")
@@ -84,8 +86,8 @@ def race(
     """Every arm's answer, in random order; outputs in that of `decoders`.
 
     turn: tokens that an arm decodes before it is another's turn, if each has a decoder of its own. What slows the
-        machine for a second then slows all arms, and their clocks stand while others have their turn. None: a whole
-        answer
+        machine for a second then slows all arms, and their clocks stand while others have their turn. The first round
+        of a turn is a little slower, so let turns be of 16 tokens or so. None: a whole answer
     """
     running = {arm: answer(decoder, arm, prompt_ids, options) for arm, decoder in decoders.items()}
     outputs = {}
@@ -124,8 +126,8 @@ def compared(
     reference = next(iter(outputs.values())).token_ids
     return [
         Record(
-            str(arm), domain, prompt, repeat, len(prompt_ids), output,
-            first_departure(decoder.target, prompt_ids, reference, output.token_ids, options),
+            str(arm), domain, prompt, repeat, prompt_tokens=len(prompt_ids), output=output,
+            departure=first_departure(decoder.target, prompt_ids, reference, output.token_ids, options),
         )
         for arm, output in outputs.items()
     ]
@@ -136,7 +138,7 @@ def show_comparison(
 ) -> int:
     """All methods on one prompt, of which cast has this width: the text on the screen, then a line for each; or JSON.
 
-    What ends it early, Ctrl-C or an error, is raised after those that were finished, or else the text so far, are shown.
+    Ctrl-C or an error ends it early: what was finished, or else the text so far, is shown, and the error raised again.
     Returns the exit status: 1 where a method's text is wrong.
     """
     arms = [Arm(method, width if method == "cast" else 0) for method in METHODS]
@@ -184,11 +186,13 @@ class Journal:
             return
         try:
             found, *lines = map(json.loads, complete)
+            found = dict(found)
             self.records = [Record.from_json(values) for line in lines for values in line]
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"{path} is damaged ({error}): delete it, and the run begins anew") from error
         if found != settings:
-            raise UsageError(f"{path} is of an unfinished run with other settings: delete it or change --out")
+            other = ", ".join(name for name in {**found, **settings} if found.get(name) != settings.get(name))
+            raise UsageError(f"{path} is of an unfinished run with other settings ({other}): delete it or change --out")
         os.truncate(path, sum(len(line) + 1 for line in complete))
 
     def append(self, records: Sequence[Record]) -> None:
@@ -230,18 +234,18 @@ def run_plan(decoders: dict[Arm, Decoder], plan: Plan, journal: Journal) -> None
     """Measure what the journal does not hold yet."""
     first = next(iter(decoders.values()))
     finished = {(record.repeat, record.prompt) for record in journal.records}
-    bar = tqdm(total=plan.repeats * len(plan.questions), unit="prompt", file=sys.stderr, disable=None)
-    bar.update(len(finished))
-    for repeat in range(plan.repeats):
-        for index, question in enumerate(plan.questions):
-            if (repeat, index) in finished:
-                continue
-            bar.set_description(question.domain)
-            options, draw = plan.asked(index, repeat), random.Random(f"{plan.seed} {repeat} {index}")
-            outputs = race(decoders, question.prompt_ids, options, plan.turn, draw)
-            journal.append(compared(first, outputs, question.prompt_ids, options, question.domain, index, repeat))
-            bar.update()
-    bar.close()
+    with tqdm(total=plan.repeats * len(plan.questions), unit="prompt", file=sys.stderr, disable=None) as bar:
+        bar.update(len(finished))
+        for repeat in range(plan.repeats):
+            for index, question in enumerate(plan.questions):
+                if (repeat, index) in finished:
+                    continue
+                bar.set_description(question.domain)
+                options, draw = plan.asked(index, repeat), random.Random(f"{plan.seed} {repeat} {index}")
+                outputs = race(decoders, question.prompt_ids, options, plan.turn, draw)
+                where = {"domain": question.domain, "prompt": index, "repeat": repeat}
+                journal.append(compared(first, outputs, question.prompt_ids, options, **where))
+                bar.update()
 
 
 def conclude(decoders: dict[Arm, Decoder], plan: Plan, records: list[Record], **measured) -> Report:
@@ -272,8 +276,9 @@ def conclude(decoders: dict[Arm, Decoder], plan: Plan, records: list[Record], **
 
 
 def costs_used(decoders: dict[Arm, Decoder]) -> dict[int, Costs]:
-    """What the arms that choose their width went by; of several that probed for themselves, the first's."""
-    deployments = [decoder.deployment for decoder in decoders.values() if decoder.deployment]
+    """What auto went by, or round; they differ only where each probed for itself and the machine disturbed it."""
+    by_name = sorted(decoders, key=str)  # auto before round
+    deployments = [decoders[arm].deployment for arm in by_name if decoders[arm].deployment]
     return dict(sorted(deployments[0].costs.items())) if deployments else {}
 
 
@@ -308,8 +313,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         "--probe-full probes, 1024 if not given")
     parser.add_argument("--repeats", type=at_least(1), default=1, help="default: %(default)s")
     parser.add_argument("--turn", type=at_least(1), metavar="K",
-                        help="K tokens of a method, then it is the next one's turn, each with caches of its own: what "
-                        "slows a shared machine for a second slows all alike; default: whole answers")
+                        help="K tokens of a method, then it is the next one's turn, each with caches (and graphs) of its "
+                        "own: what slows a shared machine for a second slows all alike; default: whole answers")
     sampling_flags(parser, seed=" (each repeat adds 1), the methods' order and the bootstrap")
     model_flags(parser)
     parser.add_argument("--random-weights", choices=(*SHAPES, HEAD), metavar="NAME",
@@ -349,6 +354,21 @@ def check_outputs(file: Path) -> None:
         print(f"bench: {file} will be replaced", file=sys.stderr)
 
 
+def decoders_of(arms: Sequence[Arm], target: Target, draft: DraftHead | None, arguments) -> dict[Arm, Decoder]:
+    """One for all arms, or, where they take turns, one for each."""
+    count = len(arms) if arguments.turn else 1
+    made = [Decoder(target, draft, compile=arguments.compile, attention=arguments.attention) for _ in range(count)]
+    return {arm: made[place % count] for place, arm in enumerate(arms)}
+
+
+def check_lengths(questions: Sequence[Question], context: int) -> None:
+    """UsageError for a prompt that does not fit, before hours go into those that do."""
+    for index, question in enumerate(questions):
+        if len(question.prompt_ids) > context:
+            which = f"prompt {index} ({question.domain}) has {len(question.prompt_ids)} tokens"
+            raise UsageError(f"{which}, the target's context is {context}: leave it out, or cut prompts by --prefix")
+
+
 def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     if arguments.gpu_check:
         from minicast import gpu_check
@@ -370,6 +390,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     drafts = arguments.methods != ["ar"] or arguments.probe_full
     note_idle_flags("bench", arguments, arguments.methods, drafts)
     note_no_effect("bench", sorted(arguments.changed & {"shape"}), "without --gpu-check")
+    if len(arms) == 1:
+        note_no_effect("bench", sorted(arguments.changed & {"turn"}), "on one method alone")
     subject = Subject.of(arguments, placement, drafts)
     options["stop_ids"] = subject.stop_ids
     plan = Plan(subject.questions, arguments.repeats, arguments.seed, options, arguments.turn)
@@ -397,9 +419,9 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         print(f"bench: going on after {len(journal.records) // len(arms)} prompts", file=sys.stderr)
 
     target, draft = subject.load(placement)
-    how = {"compile": arguments.compile, "attention": arguments.attention}
-    decoder = Decoder(target, draft, **how)
-    decoders = {arm: Decoder(target, draft, **how) if plan.turn and arm != arms[0] else decoder for arm in arms}
+    check_lengths(subject.questions, target.context)
+    decoders = decoders_of(arms, target, draft, arguments)
+    decoder = decoders[arms[0]]
     warm_up(decoders, subject.questions[0].prompt_ids, plan.asked(0))
     deployment = Deployment(decoder) if arguments.probe_full else None
     probes = [deployment.full_probe(prefix) for prefix in arguments.prefix or [PAPER_PREFIX]] if deployment else []

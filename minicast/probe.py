@@ -109,8 +109,9 @@ class Timings:
 
     @property
     def steady(self) -> bool:
-        """Whether nothing else wanted this machine meanwhile. Neither sign suffices alone: a machine that is
-        shared all the time is slow evenly, and a thread that waits for a slow partner may do so at work.
+        """Whether nothing else wanted this machine meanwhile. Each sign misses something: a machine that is shared all
+        the time is evenly slow, which only `worked` tells; a thread that spins for a slow partner counts as working,
+        which only `spread` tells.
         """
         return self.spread <= SPREAD and self.worked >= WORKED
 
@@ -150,8 +151,8 @@ def interleaved(
 class Passes:
     """The decoder's own `propose` and `settle` after a prefix of P positions whose content does not matter.
 
-    Uses the decoder's state, because graphs hold its addresses. A conversation cached below the slots that are written
-    here outlives it: `close` puts its books back. A longer one is forgotten.
+    Uses the decoder's state, because graphs hold its addresses. A conversation whose cached prefix ends
+    below the slots that are written here survives: `close` restores its counters. A longer one is forgotten.
     """
 
     def __init__(self, decoder: Decoder, prefix: int, positions: int = 0):
@@ -163,7 +164,7 @@ class Passes:
         decoder._reserve(max(prefix, positions))
         self.propose(MAX_WIDTH)  # its first rows are a pack of any smaller width
         generator = torch.Generator().manual_seed(0)
-        self.state.tokens.copy_(torch.randint(decoder.target.vocab_size, (MAX_ROWS,), generator=generator))
+        self.tokens = torch.randint(decoder.target.vocab_size, (MAX_ROWS,), generator=generator).to(self.state.P.device)
 
     def propose(self, width: int) -> None:
         self._place(self.prefix - min(BEHIND, self.prefix))
@@ -171,6 +172,7 @@ class Passes:
 
     def settle(self, n: int) -> None:
         self._place(self.prefix)
+        self.state.tokens.copy_(self.tokens)  # a proposal in between left its own
         self.decoder._settle(self.request, n)
 
     def _place(self, drafted: int) -> None:
@@ -411,7 +413,7 @@ class Deployment:
         if decision is None:
             known = f"{self.curve.rounds} of {LEARNED} rounds are known"
             return [*lines, f"no mass curve of this pair yet, {known}: each round goes by its own masses"]
-        return [*lines, f"masses: means of {self.curve.rounds} rounds, {self.curve_file}", *decision.lines()]
+        return [*lines, f"masses: means of {self.curve.rounds} greedy rounds, {self.curve_file}", *decision.lines()]
 
 
 def decide_by(curve: MassCurve, costs: Costs, buckets: Sequence[int] = ()) -> Decision:
@@ -426,7 +428,8 @@ def policy_of(
 ) -> Policy:
     """The policy of an answer that begins now, for the width "auto" or "round".
 
-    decision: None while the mass curve is young: then every round goes by its own masses, and `learn` sees them
+    decision: None while the mass curve is young: then every round goes by its own masses, and `learn` sees them.
+        Where it is AR, nothing drafts, so nothing would tell that costs have changed: --reprobe does
     """
     if width == "auto" and decision and decision.width == 0:
         return FixedWidth(0)

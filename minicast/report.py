@@ -130,9 +130,11 @@ class Report:
     def text_lines(self) -> Iterator[str]:
         """What was asked, how tokens were chosen, and whether all arms gave the same."""
         counts = [record.prompt_tokens for record in self.records]
-        limits = ", ".join(map(str, self.settings["prefix"]))
-        yield f"prompts of {min(counts)} to {max(counts)} tokens" + (f", cut to at most {limits}" if limits else "")
+        cut_to = ", ".join(map(str, self.settings["prefix"]))
+        yield f"prompts of {min(counts)} to {max(counts)} tokens" + (f", cut to at most {cut_to}" if cut_to else "")
         options, (reference, *others) = self.settings["options"], self.settings["arms"]
+        if self.settings["turn"] and others:
+            yield f"methods took turns of {self.settings['turn']} tokens, so slow moments of the machine hit all alike"
         if self.sampled:
             limits = "".join(f", {name} {options[name]}" for name in ("top_k", "top_p") if options[name])
             seeds = f"seed {options['seed']}" + (" + repeat" if self.settings["repeats"] > 1 else "")
@@ -141,8 +143,6 @@ class Report:
             if verifier == "stochastic":
                 yield "the stochastic verifier draws other tokens of the same law: texts are not compared"
                 return
-        if self.settings["turn"]:
-            yield f"methods took turns of {self.settings['turn']} tokens, so slow moments of the machine hit all alike"
         departed = [record for record in self.records if record.departure]
         compared = sum(record.arm != reference for record in self.records)
         if others:

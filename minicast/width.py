@@ -226,43 +226,46 @@ def decide(
 
 # When the prediction was too hopeful
 
-HEARD, HEARD_LEAST = 9, 3  # latest comparisons of both kinds, by their median; with fewer, the probe's word stands
-LISTEN_FIRST, LISTEN = 6, 48  # drafted rounds before AR decodes to be compared: while there are too few, and later
-NEAR = 5  # drafted rounds, the last before AR, that it is compared with, by their median
+COMPARED, COMPARED_LEAST = 9, 3  # latest comparisons kept, by their median; with fewer than the least the probe stands
+COMPARE_FIRST, COMPARE_EVERY = 6, 48  # drafted rounds until AR runs for one: while there are too few, and later
+NEIGHBOURS = 5  # drafted rounds, the last before AR, that it is compared with, by their median
 
 
 @dataclass
 class Pace:
     """How much longer than a probe predicted drafted rounds take in use, in units of AR's.
 
-    A probe lasts a second or two. On a shared machine memory and cores gain and lose a tenth or two within seconds,
-    both kinds of rounds with them, so only neighbours can be compared. How they compare changes more slowly, for AR
-    lives on the one, drafted rounds on the other: within half a minute or so. Hence rounds are timed as they run, and
-    now and then AR decodes two only to be compared.
-
-    The first AR round after a drafted one is not representative, on a CPU up to a twentieth slower than those that
-    follow: it is the second that counts.
+    A probe lasts a second or two. On a shared machine memory and cores gain and lose a tenth or two within seconds.
+    AR is bound by memory, drafted rounds more by the cores; both slow down together, so that only rounds that ran
+    next to each other can be compared, and how they compare drifts within half a minute or so. Hence all rounds are
+    timed as they run, and now and then AR decodes two tokens only to be compared. The second of them counts: on a CPU
+    the first AR round after a drafted one is up to a twentieth slower than those that follow.
 
     Attributes:
-        ratios: of the latest changes from drafting to AR: times of drafted rounds over that of AR, each over its
-            predicted time
-        unheard: drafted rounds since the latest of them
+        ratios: at each of the latest changes from drafting to AR, a drafted round's time over AR's, both over what was
+            predicted of them
+        since: drafted rounds since the latest comparison
     """
 
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=HEARD))
-    unheard: int = 0
-    _drafted: deque[float] = field(default_factory=lambda: deque(maxlen=NEAR))
-    _ar_rounds: int = 0  # since a drafted one
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))
+    since: int = 0
+    _drafted: deque[float] = field(default_factory=lambda: deque(maxlen=NEIGHBOURS))  # before the latest AR rounds
+    _ar_rounds: int = 0  # since then
 
     @property
     def due(self) -> bool:
-        """Whether AR should be heard."""
-        return self.unheard >= (LISTEN if len(self.ratios) >= HEARD_LEAST else LISTEN_FIRST)
+        """Whether AR should run for a comparison."""
+        return self.since >= (COMPARE_EVERY if len(self.ratios) >= COMPARED_LEAST else COMPARE_FIRST)
 
     @property
     def correction(self) -> float:
         """What to multiply a drafted round's predicted time with, in units of AR's."""
-        return median(self.ratios) if len(self.ratios) >= HEARD_LEAST else 1.0
+        return median(self.ratios) if len(self.ratios) >= COMPARED_LEAST else 1.0
+
+    def begin(self) -> None:
+        """Another answer: its rounds are no neighbours of those before."""
+        self._drafted.clear()
+        self._ar_rounds = 0
 
     def observe(self, drafted: bool, excess: float) -> None:
         """A round took `excess` times its predicted time."""
@@ -271,19 +274,20 @@ class Pace:
                 self._drafted.clear()
             self._drafted.append(excess)
             self._ar_rounds = 0
-            self.unheard += 1
+            self.since += 1
             return
         self._ar_rounds += 1
-        if self._ar_rounds == 2 and self._drafted:
-            self.ratios.append(median(self._drafted) / excess)
-            self.unheard = 0
+        if self._ar_rounds == 2:
+            if self._drafted:
+                self.ratios.append(median(self._drafted) / excess)
+            self.since = 0
 
 
 BUDGET = 1.0       # AR tokens of time that an answer may lose before drafting pauses: 0.8 % of 128
 BANK = 8.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
 RECORDED_TRY_SHARE = 0.04  # the same where it was recorded that drafting pays: the pause may have been a false alarm
-DAMPING = 1e-9     # sums of rounded numbers may miss their mark by so much
+TOLERANCE = 1e-9   # sums of rounded numbers may miss their mark by so much
 
 
 @dataclass
@@ -326,6 +330,7 @@ class BackOff:
         Where drafting was recorded to pay, a pause was about the text: the next one may be easier. Where it was not,
         it is about the head, and goes on.
         """
+        self.pace.begin()
         recorded = decision.recorded if decision else None
         pays = recorded is not None and recorded > decision.break_even * self.pace.correction
         self.try_share = RECORDED_TRY_SHARE if pays else TRY_SHARE
@@ -347,7 +352,7 @@ class BackOff:
         self.price = max(ar_tokens - 1.0, 0.0)
         if self.purse == BANK:
             self._pauses = 0
-        if self.purse < self.price - DAMPING:
+        if self.purse < self.price - TOLERANCE:
             self.ar_tokens_left = ceil(self.price / self.try_share) << self._pauses
             self._pauses += 1
             self.purse = self.price

@@ -13,8 +13,8 @@ import torch
 
 from minicast.tree import Tree
 from minicast.width import (
-    BUDGET, HEARD_LEAST, LISTEN, LISTEN_FIRST, MAX_WIDTH, RECORDED_TRY_SHARE, TRY_SHARE, AutoWidth, BackOff, CostModel,
-    FixedWidth, Pace, RoundWidth, clamp_width, decide, paying_width, round_times, stopping_width,
+    BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, MAX_WIDTH, RECORDED_TRY_SHARE, TRY_SHARE, AutoWidth, BackOff,
+    CostModel, FixedWidth, Pace, RoundWidth, clamp_width, decide, paying_width, round_times, stopping_width,
 )
 
 BUCKETS = (1, 16, 24, 32, 48, 64, 96, 128)
@@ -396,7 +396,7 @@ def test_auto_follows_the_machine_when_the_probe_was_wrong():
 def test_pauses_are_short_where_drafting_was_recorded_to_pay(recorded, slower, share):
     """There a pause is often a false alarm; not where rounds take longer than was probed, so that it pays no more."""
     back_off = BackOff()
-    for _ in range(HEARD_LEAST):
+    for _ in range(COMPARED_LEAST):
         back_off.pace.observe(True, slower)
         back_off.pace.observe(False, 1.0)
         back_off.pace.observe(False, 1.0)
@@ -405,7 +405,7 @@ def test_pauses_are_short_where_drafting_was_recorded_to_pay(recorded, slower, s
     assert back_off.ar_tokens_left == ceil(1 / share) and back_off.purse == BUDGET
 
 
-def test_pace_listens_to_ar():
+def test_pace_compares_with_ar():
     """AR decodes two now and then, of which the second counts: the first is slower. Too few comparisons correct none;
     one accident changes nothing."""
     pace = Pace()
@@ -418,13 +418,26 @@ def test_pace_listens_to_ar():
             pace.observe(False, 0.9 if second else 5.0)
         else:
             pace.observe(True, 1.2)
-        assert pace.correction == (1.0 if heard < HEARD_LEAST else pytest.approx(1.2 / 0.9))
+        assert pace.correction == (1.0 if heard < COMPARED_LEAST else pytest.approx(1.2 / 0.9))
     runs = [len(list(run)) for kind, run in groupby(done) if kind == "draft"][:-1]
-    assert runs[:HEARD_LEAST] == [LISTEN_FIRST] * HEARD_LEAST and set(runs[HEARD_LEAST:]) == {LISTEN}
+    assert runs[:COMPARED_LEAST] == [COMPARE_FIRST] * COMPARED_LEAST and set(runs[COMPARED_LEAST:]) == {COMPARE_EVERY}
     assert {len(list(run)) for kind, run in groupby(done) if kind == "ar"} == {2}
     for drafted, excess in ((True, 50.0), (False, 1.0), (False, 1.0)):
         pace.observe(drafted, excess)
     assert pace.correction == pytest.approx(1.2 / 0.9)
+
+
+def test_pace_compares_within_an_answer():
+    """An answer that ends after the first of the two: what follows belongs to another minute, and AR is not stuck."""
+    pace = Pace()
+    for _ in range(COMPARE_FIRST):
+        pace.observe(True, 1.0)
+    pace.observe(False, 1.0)
+    pace.begin()
+    assert pace.due
+    pace.observe(False, 9.0)
+    pace.observe(False, 9.0)
+    assert not pace.due and not pace.ratios
 
 
 def test_pace_compares_neighbours():
