@@ -421,10 +421,11 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     target, draft = subject.load(placement)
     check_lengths(subject.questions, target.context)
     decoders = decoders_of(arms, target, draft, arguments)
-    decoder = decoders[arms[0]]
     warm_up(decoders, subject.questions[0].prompt_ids, plan.asked(0))
-    deployment = Deployment(decoder) if arguments.probe_full else None
-    probes = [deployment.full_probe(prefix) for prefix in arguments.prefix or [PAPER_PREFIX]] if deployment else []
+    probes = []
+    if arguments.probe_full:
+        deployment = Deployment(decoders[arms[0]])
+        probes = [deployment.full_probe(prefix) for prefix in arguments.prefix or [PAPER_PREFIX]]
     before = measure_floor(target)
     run_plan(decoders, plan, journal)
     report = conclude(
@@ -438,15 +439,20 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         probes=probes,
         audit=Audit.of(target, journal.records, subject.questions) if arguments.audit else None,
     )
-    if arguments.out:
-        write_atomically(arguments.out, report.to_json())
-        write_atomically(arguments.out.with_suffix(".md"), report.to_markdown())
-        print(f"bench: wrote {arguments.out} and {arguments.out.with_suffix('.md').name}", file=sys.stderr)
+    return deliver(report, journal, arguments.out)
+
+
+def deliver(report: Report, journal: Journal, out: Path | None) -> int:
+    """To the files, and the table to stdout; the journal is then no more needed. Returns the exit status."""
+    if out:
+        write_atomically(out, report.to_json())
+        write_atomically(out.with_suffix(".md"), report.to_markdown())
+        print(f"bench: wrote {out} and {out.with_suffix('.md').name}", file=sys.stderr)
     journal.remove()
     try:
         print(report.to_markdown(), end="", flush=True)
     except Unwritable:
-        if not arguments.out:  # it is nowhere else
+        if not out:  # it is nowhere else
             print(report.to_markdown(), end="", file=sys.stderr)
         raise
     for failure in report.failures:
