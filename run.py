@@ -108,12 +108,13 @@ def run(arguments: argparse.Namespace) -> int:
     if probes:
         from minicast.probe import explain
 
-        for line in explain(decoder, prompt_ids, arguments):
+        asked = {"width": arguments.explain, "reprobe": arguments.reprobe, "full": arguments.probe_full}
+        for line in explain(decoder, prompt_ids, arguments.max_new_tokens, **asked):
             print(line, file=sys.stderr)
     if arguments.compare:
         from minicast.bench import show_comparison
 
-        return show_comparison(decoder, tokenizer, prompt_ids, arguments.width, options, screen, arguments.json)
+        return show_comparison(decoder, tokenizer, prompt_ids, arguments.width, options, screen, as_json=arguments.json)
     if arguments.explain_round:
         explain_round(decoder, tokenizer, prompt_ids, request, arguments.explain_round, screen)
         return 0

@@ -1,7 +1,7 @@
 """What makes a round fast on a GPU: layers compiled, and the round's two functions replayed from CUDA graphs.
 
 Between two products of a decoding step there is little to compute and much to launch: run from Python, a
-round of Qwen3-8B spends nine tenths of its time starting kernels. Two things take that away. Compiling a layer
+round can take longer to start its kernels than to run them. Two things take that away. Compiling a layer
 fuses what lies between its products (`CompiledLayer`). Capturing a function of the round records its kernels
 once, with their addresses and constants, and from then on starts all of them with one call (`Graphs`).
 
@@ -36,7 +36,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model.linear import FEW_ROWS
-from model.transformer import Layer
+from model.transformer import Layer, Pair, Window
 
 WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the recorded one will
 MOST_SHAPES = 1024  # compiled in one process
@@ -62,11 +62,17 @@ class CompiledLayer:
         # With one row a generated kernel streams the weight faster than cuBLAS does.
         self.one = self._compile(Layer.forward, {"coordinate_descent_tuning": True}, dynamic=False)
         self.open = self._compile(Layer.forward, CPU_OPTIONS, dynamic=True)
+        self.memory = self._compile(Layer.remember, dynamic=False)
+        self.open_memory = self._compile(Layer.remember, CPU_OPTIONS, dynamic=True)
 
-    def __call__(self, layer: Layer, x: Tensor, rope: tuple[Tensor, Tensor], cache, window) -> Tensor:
+    def __call__(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair | None, window: Window | None) -> Tensor:
         """As `Layer.forward`: x (B, T, H) -> (B, T, H)."""
         compiled = self.open if window.live is not None else self.one if x.shape[1] == 1 else self.many
         return self._run(compiled, Layer.forward, layer, x, rope, cache, window)
+
+    def remember(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair, slots: Tensor) -> None:
+        """As `Layer.remember`: x (B, T, H), slots (T,), for few T. Caches of a GPU do not grow, those of a CPU do."""
+        self._run(self.memory if x.is_cuda else self.open_memory, Layer.remember, layer, x, rope, cache, slots)
 
     def works(self) -> bool:
         """Whether anything compiles here."""
@@ -83,13 +89,11 @@ class CompiledLayer:
         backend = inductor if self.backend == "inductor" else self.backend
         return torch.compile(function, fullgraph=True, backend=backend, **how)
 
-    def _run(self, compiled: Callable, plain: Callable, *arguments) -> Tensor:
+    def _run(self, compiled: Callable, plain: Callable, *arguments) -> Tensor | None:
         if self.failed:
             return plain(*arguments)
         try:
             return compiled(*arguments)
-        except torch._dynamo.exc.RecompileError:
-            raise
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
             self.failed = True
@@ -102,7 +106,7 @@ def _next(x: Tensor) -> Tensor:
 
 
 def to_host(values: Tensor) -> Tensor:
-    """The same values in host memory, once the device has come to them: the one host sync of a round."""
+    """The same values, of any shape, in host memory, once the device has come to them: the one host sync of a round."""
     if not values.is_cuda:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -96,10 +96,10 @@ FOLD = 64   # rows of one batch where a pass is folded, see below
 
 # How the kernel is laid out, by the largest number of rows it is for. On CUDA, FlexAttention has two kernels.
 # The one for short queries splits the cache between SPLIT_KV programs, and has to: one decoder has too few
-# heads to fill a GPU. It takes fewer than 128 rows, in tiles of BLOCK_M query vectors, where the heads that
-# share a key head lie side by side. Left to itself it wants a single tile, and finds no layout from 33 rows
-# of 4 heads on. The other kernel does not split the cache, so 128 rows run as a batch of two times 64 over
-# the one cache.
+# heads to fill a GPU. It takes fewer than 128 rows of groups of 1, 2, 4, … heads (SmolLM2's groups of 3 run in
+# the other kernel), in tiles of BLOCK_M query vectors, where the heads that share a key head lie side by side.
+# Left to itself it wants a single tile, and finds no layout from 33 rows of 4 heads on. The other kernel does
+# not split the cache, so 128 rows run as a batch of two times 64 over the one cache.
 #
 # BLOCK_M divides TILE and is divided by the heads of a group; BLOCK_N divides TILE. With more tiles of rows
 # it takes fewer splits to fill the GPU, and each split writes and reads D fp32 values a row and head. Stages
@@ -150,9 +150,14 @@ class BitMask:
     FlexAttention asks for two things: a function of (row, slot), and for each tile of rows the list of tiles
     of slots where the function is to be called. Here the function reads P and the rows' bits from buffers, and
     the list is 0, 1, 2, … with a length. So one block mask serves all rounds of a shape: nothing is built,
-    compiled or captured again when P and the tree change. A third list could name tiles that need no
+    compiled or captured again when P and the tree change. A second list could name tiles that need no
     function, but with it the kernel splits the whole cache between its programs, however little of it is in
     use.
+
+    Args:
+        n: rows; slots: S
+        visible: (n, n) bool of a tree, of which only the kind is read, CAUSAL or EVERYTHING
+        options: layout of the kernel, by default from KERNELS
 
     Attributes:
         P: () int64; bits: (n, 2) int64 from `packed_bits`; written by `fill`, read by the mask function
@@ -196,7 +201,7 @@ class BitMask:
         return sees
 
     def fill(self, P: Tensor, visible: Tensor | str) -> None:
-        """Set for a round: P (1,), and the rows' bits. The tiles listed cover the slots of all n rows."""
+        """Set for a round: P (1,) int64, and the bits of visible (n, n) bool. Tiles are listed up to the last row's slot."""
         self.P.copy_(P[0])
         self.blocks.kv_num_blocks.copy_((P + self.n - 1) // TILE + 1)
         if isinstance(visible, Tensor):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphs.capture import CompiledLayer, CudaRecorder, Graphs, clock
 from graphs.masks import BODIES
-from minicast.methods import METHODS, Method, Proposal, best_first, chain, is_own, no_tree
+from minicast.methods import METHODS, Method, Proposal, best_first, chain, is_custom, no_tree
 from minicast.round import (
     FAULTS, MAX_ROWS, Request, Settled, State, pack, prefill, propose, read_features, settle,
 )
@@ -186,7 +186,7 @@ class Decoder:
                 )
         self.target, self.draft, self.max_length = target, draft, max_length
         if compile and not cuda:
-            self._lay_out(compiled=True)  # before the compiler, too, takes memory
+            lay_out(target, draft, compiled=True)  # before the compiler, too, takes memory
         layer = CompiledLayer() if compile else None
         if layer and not cuda and not layer.works():
             layer = None
@@ -198,7 +198,7 @@ class Decoder:
         self.deployment = None  # costs and masses, known once a width has to be chosen: `minicast.probe.Deployment`
 
     def reset(self) -> None:
-        """Forget the cached prefix and free the caches."""
+        """Forget the cached prefix and free the caches; static ones, whose addresses graphs hold, are zeroed."""
         self.state.reset()
 
     def generate(self, prompt_ids: Sequence[int], **options) -> Output:
@@ -217,14 +217,14 @@ class Decoder:
 
         Raises:
             UsageError: for a request that can't be served
-            ValueError: for a policy whose width is none
+            ValueError: for a policy whose width is not a whole number of at least 0
             UserError: when the logits of the target, or the scores of the drafter, are not finite
         """
         wanted = Options(**options)
         token_ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else list(prompt_ids)
-        room, full = self._room(token_ids, wanted.max_new_tokens)
+        room, full = self.room(token_ids, wanted.max_new_tokens)
         policy = self._policy(wanted, len(token_ids), room)
-        request = self._request(wanted, policy != FixedWidth(0))
+        request = self.request(wanted, policy != FixedWidth(0))
         started = time.perf_counter()
         state, output = self.state, Output(stop_reason=full)
         self.output = output
@@ -232,8 +232,8 @@ class Decoder:
             return
         output.reused = self._begin(token_ids, room, request)
         emitted = [self._first_token(token_ids, request)]
-        output.prefill_seconds = self._clock() - started
-        opened = None if request.tap else self._clock()
+        output.prefill_seconds = clock(self.target.device) - started
+        opened = None if request.tap else clock(self.target.device)
         tree, settled, began = None, Settled([], [], emitted[0]), started
         while True:
             fault = FAULTS.get(emitted[-1])
@@ -263,10 +263,10 @@ class Decoder:
             away = time.perf_counter() - paused  # the caller's time, not the decoder's
             started, opened = started + away, opened and opened + away
             width, began = clamp_width(policy.width), time.perf_counter()
-            tree = self._propose(request, token_ids, width)  # 1 draft 2 propose 3 pack
+            tree = self.propose(request, token_ids, width)  # 1 draft 2 propose 3 pack
             tree = self._keep(tree, policy.keep(tree))
-            opened = opened or self._clock()
-            settled = Settled.read(self._settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
+            opened = opened or clock(self.target.device)
+            settled = Settled.read(self.settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
             state.commit(settled.tokens, request.tap)
             emitted = settled.tokens[1:] + [settled.next_token]
 
@@ -276,16 +276,16 @@ class Decoder:
             return options.width
         if isinstance(options.width, Integral):
             return FixedWidth(clamp_width(options.width))
-        own_method = callable(options.method) and is_own(options.method)
-        if self.draft is None or new_tokens == 0 or not (own_method or options.method in ("cast", best_first)):
+        custom = callable(options.method) and is_custom(options.method)
+        if self.draft is None or new_tokens == 0 or not (custom or options.method in ("cast", best_first)):
             return FixedWidth(UNINFORMED)
         if self.deployment is None:
             from minicast.probe import Deployment
 
             self.deployment = Deployment(self)
-        return self.deployment.policy(options, own_method, prompt_tokens, new_tokens)
+        return self.deployment.policy(options, custom, prompt_tokens, new_tokens)
 
-    def _request(self, options: Options, drafts: bool) -> Request:
+    def request(self, options: Options, drafts: bool) -> Request:
         """What the rounds need of `options`; drafts: the width is not 0 for good."""
         method = METHODS.get(options.method, options.method)
         if method is best_first and not drafts:
@@ -293,13 +293,13 @@ class Decoder:
         if self.draft is None and method in (chain, best_first):
             raise UsageError("this method needs a draft head; give one, or use method 'ar'")
         return Request(
-            method=method, rank_cap=options.rank_cap, params=options.sampling, own=is_own(method),
+            method=method, rank_cap=options.rank_cap, params=options.sampling, custom=is_custom(method),
             stochastic=options.verifier == "stochastic" and options.temperature > 0,
             tap=self.draft is not None and method is not no_tree,
-            deepest=MAX_WIDTH if is_own(method) else self.state.depth,
+            deepest=MAX_WIDTH if is_custom(method) else self.state.depth,
         )
 
-    def _room(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, str]:
+    def room(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, str]:
         """How many new tokens fit, and the stop reason when they are all there."""
         length, context, ids = len(prompt_ids), self.target.context, range(self.target.vocab_size)
         if length == 0:
@@ -323,23 +323,19 @@ class Decoder:
                 break
             shared += 1
         state.keep(min(shared, state.tapped) if request.tap else shared)
-        self._reserve(len(token_ids) + room)
+        self.reserve(len(token_ids) + room)
         return state.prefix
 
-    def _reserve(self, positions: int) -> None:
+    def reserve(self, positions: int) -> None:
         """Room for an answer that ends at `positions`; static caches have few sizes, so that they seldom grow.
 
         Also the moment to lay out the weights, which another decoder on the same target may have done its own way.
         """
-        self._lay_out(compiled=self.state.body.layer is not None)
+        lay_out(self.target, self.draft, compiled=self.state.body.layer is not None)
         if self.state.static:
             positions = min(1 << (max(positions, self.max_length) - 1).bit_length(), self.target.context)
         if self.state.reserve(positions) and self.graphs:
             self.graphs.clear(f"caches grew to {positions} positions")
-
-    def _lay_out(self, compiled: bool) -> None:
-        for model in filter(None, (self.target, self.draft)):
-            lay_out(model, compiled)
 
     def _first_token(self, token_ids: list[int], request: Request) -> int:
         """Prefill, and the target's choice after the prompt, which becomes b."""
@@ -347,20 +343,20 @@ class Decoder:
         self.state.root.copy_(target_choices(logits, request.params, self.state.P))
         return self.state.root.item()  # host sync: the first token
 
-    def _propose(self, request: Request, token_ids: Sequence[int], width: int) -> Tree:
-        """`propose`, replayed where graphs are in use and the method can be captured."""
+    def propose(self, request: Request, token_ids: Sequence[int], width: int) -> Tree:
+        """`round.propose`, replayed where graphs are in use and the method can be captured."""
         if width == 0 and request.method is best_first:  # a policy's pause: the drafter rests
             request = replace(request, method=no_tree)
         state, method = self.state, request.method
-        if state.static and request.tap and method is not no_tree:  # after rounds without a draft
+        if state.buckets and request.tap and method is not no_tree:  # after rounds without a draft
             read_features(state, max(state.prefix - state.drafted - (state.depth + 1), 0))
         if not (self.graphs and getattr(method, "capturable", False)):
             return propose(state, request, token_ids, width)
         if method is no_tree:  # nothing to pack: a step of AR is the one replay that follows
-            return no_tree(Proposal(token_ids, 0, None, None, True, state.P.device))
-        drafted = state.drafted
+            return no_tree(Proposal(token_ids, 0, None, draft=None, static=True, device=state.P.device))
+        drafted, unchecked = state.drafted, replace(request, custom=False)  # a check reads the tree on the host
         tree = self.graphs.run(
-            ("propose", method, width, request.rank_cap), lambda: propose(state, request, (), width),
+            ("propose", method, width, request.rank_cap), lambda: propose(state, unchecked, (), width),
             state.buffers(), f"{method.__name__} of width {width}",
         )
         # A replay runs nothing on the host, and recording ran it too often.
@@ -376,8 +372,8 @@ class Decoder:
             pack(self.state, kept)
         return kept
 
-    def _settle(self, request: Request, n: int) -> Tensor:
-        """`settle`, replayed where graphs are in use."""
+    def settle(self, request: Request, n: int) -> Tensor:
+        """`round.settle` (2 + 2M,) int64, replayed where graphs are in use."""
         state = self.state
         if not self.graphs:
             return settle(state, request, n)
@@ -389,10 +385,6 @@ class Decoder:
         """Packed rows that this round runs: those of the tree, or of the bucket that holds it."""
         n = tree.width + 1
         return next((bucket for bucket in self.state.buckets if bucket >= n), n)
-
-    def _clock(self) -> float:
-        """Seconds, with the device caught up (paper, Appendix D)."""
-        return clock(self.target.device)
 
 
 def generate(target: Target, draft: DraftHead | None, prompt_ids: Sequence[int], **options) -> Output:

@@ -6,9 +6,10 @@ and, as a table, DIR/gpu-check.md. Models have published shapes and random weigh
 are not. `--shape tiny` runs the same stages on a tiny model, on any device: a rehearsal, whose figures mean
 nothing.
 
-What has to be right, and is not, fails its stage once the stage's other figures are written, and so the command:
-tokens in float32, where replayed rounds and trees give eager AR's or are wrong; noise, which the seed alone decides;
-attention, within MOST_ERROR. In 16 bits a near-tie may fall either way, so no tokens are compared there.
+A stage fails, and with it the command, if something that has to be right is not; its other figures are written first.
+These have to be right: in float32, the tokens of every replayed method, which must equal eager AR's; the noise, which
+depends on the seed alone; attention, within MOST_ERROR. In 16 bits a near-tie may fall either way, so no tokens are
+compared there.
 
 Beside each time stands its floor: the bytes that the pass has to read, over the copy bandwidth of this device.
 """
@@ -38,7 +39,7 @@ from minicast.command import guarded
 from minicast.decode import Decoder
 from minicast.methods import Proposal, capturable, no_tree
 from minicast.probe import Passes
-from minicast.sampling import gumbel_noise, keyed_uniform
+from minicast.sampling import CHOICE, gumbel_noise, keyed_uniform
 from minicast.tree import Tree, ancestor_matrix
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
@@ -155,14 +156,14 @@ def basics(check: Check) -> None:
     size = check.size(8192, 128)
     a, b = (torch.zeros(size, size, dtype=check.dtype, device=device) for _ in range(2))
     report(f"{check.dtype} product TFLOP/s", 2 * size**3 / check.milliseconds(partial(torch.mm, a, b)) / 1e9)
-    for dtype, n in ((torch.float32, 24), (check.dtype, 1), (check.dtype, 24), (check.dtype, 64), (check.dtype, 128)):
+    cases = [(torch.float32, 24, 8), *((check.dtype, n, 8) for n in (1, 24, 64, 128))]
+    for dtype, n, heads in [*cases, (check.dtype, 24, 6)]:  # groups of 4 heads, and of 3: another kernel
         if check.tiny and n not in (24, 64):  # uncompiled; one row and a folded pass run in tests/test_masks.py
             continue
-        out, expected = attention_of(check, n, prefix=check.size(1000, 100), dtype=dtype)
+        out, expected = attention_of(check, n, prefix=check.size(1000, 100), dtype=dtype, heads=heads)
         error = float((out.float() - expected).abs().max() / expected.abs().max())
-        check.require(
-            f"flex attention of {n} rows in {dtype}, error over largest output", error <= MOST_ERROR[dtype], error
-        )
+        what = f"flex attention of {n} rows, {heads} heads over 2, in {dtype}, error over largest output"
+        check.require(what, error <= MOST_ERROR[dtype], error)
     if device.type == "cuda":
         x, graph = torch.zeros(4, device=device), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -171,12 +172,13 @@ def basics(check: Check) -> None:
         check.require("a graph replays", bool((x == 1).all()))
 
 
-def attention_of(check: Check, n: int, prefix: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """FlexAttention of n rows, a random tree, after a prefix; and what it should be in float32. Both (1, 8, n, D)."""
+def attention_of(check: Check, n: int, prefix: int, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
+    """FlexAttention of a random tree's n rows after a prefix, and what it should be in float32: (1, heads, n, D)."""
     slots, D = check.size(4224, 256), check.size(128, 16)
     generator = torch.Generator(check.device).manual_seed(0)
     draw = partial(torch.randn, generator=generator, device=check.device)
-    q, keys, values = (part.to(dtype) for part in (draw(1, 8, n, D), draw(1, 2, slots, D), draw(1, 2, slots, D)))
+    shapes = (1, heads, n, D), (1, 2, slots, D), (1, 2, slots, D)
+    q, keys, values = (draw(*shape).to(dtype) for shape in shapes)
     parents = [random.Random(node).randrange(-1, node) for node in range(n - 1)]
     visible = ancestor_matrix(torch.tensor(parents, dtype=torch.int64, device=check.device), deepest=n)
     mask = BitMask(n, slots, visible, check.device)
@@ -203,7 +205,7 @@ def tokens(check: Check) -> None:
             check.require(f"{kind} {method} {width} equals eager ar", equal)
     positions = torch.arange(3, 9)
     ids = torch.arange(2**15, dtype=torch.int32)
-    here, there = (keyed_uniform(7, positions.to(d), ids.to(d), 0).cpu() for d in ("cpu", check.device))
+    here, there = (keyed_uniform(7, positions.to(d), ids.to(d), CHOICE).cpu() for d in ("cpu", check.device))
     check.require("keyed uniforms equal the CPU's", torch.equal(here, there))
     noise = [gumbel_noise(7, positions.to(d), 2**15).cpu() for d in ("cpu", check.device)]
     error = float((noise[0] - noise[1]).abs().max())
@@ -359,7 +361,7 @@ def kernels(check: Check) -> None:
 
 
 def attention_milliseconds(check: Check, q: Tensor, caches: Tensor, mask: BitMask) -> float:
-    """Of one attention, without the time to launch it: one over each of the caches (C, 2, 1, Hkv, S, D), replayed."""
+    """Of one attention of q (1, Hq, n, D), launching aside: replayed over each of the caches (C, 2, 1, Hkv, S, D)."""
     torch._dynamo.reset()
     with torch.no_grad():
         if check.device.type != "cuda":

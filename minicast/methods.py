@@ -44,7 +44,7 @@ Method = Callable[[Proposal], Tree]
 
 
 def capturable(method: Method) -> Method:
-    """Marks a method that a CUDA graph can hold."""
+    """Marks a method that a CUDA graph can hold. Its trees are not checked then: that would read them on the host."""
     method.capturable = True
     return method
 
@@ -84,6 +84,6 @@ kept_pairs = lru_cache(maxsize=None)(candidate_pairs)
 METHODS: dict[str, Method] = {"ar": no_tree, "dflash": chain, "cast": best_first}
 
 
-def is_own(method: Method) -> bool:
-    """Whether somebody else wrote this method: nothing is known of its trees."""
+def is_custom(method: Method) -> bool:
+    """Whether it is none of ours: nothing is known of its trees."""
     return method not in METHODS.values()

@@ -66,9 +66,9 @@ class Watcher(Decoder):
     watching = False
     seen: Seen | None = None
 
-    def _propose(self, request: Request, token_ids: Sequence[int], width: int) -> Tree:
+    def propose(self, request: Request, token_ids: Sequence[int], width: int) -> Tree:
         if not self.watching:
-            return super()._propose(request, token_ids, width)
+            return super().propose(request, token_ids, width)
         state, method = self.state, request.method
         seen = self.seen = Seen(state.prefix, state.root.item(), state.prefix - state.drafted)
 
@@ -81,15 +81,15 @@ class Watcher(Decoder):
 
         if not (method is best_first and width == 0):  # there the decoder pauses drafting
             request = replace(request, method=watched)
-        return super()._propose(request, token_ids, width)
+        return super().propose(request, token_ids, width)
 
-    def _settle(self, request: Request, n: int) -> Tensor:
+    def settle(self, request: Request, n: int) -> Tensor:
         if not self.watching:
-            return super()._settle(request, n)
+            return super().settle(request, n)
         state, seen = self.state, self.seen
         seen.positions = (state.P + state.depths[:n]).tolist()
         seen.visible = state.visible[:n, :n].tolist()
-        outcome = super()._settle(request, n)
+        outcome = super().settle(request, n)
         seen.settled, seen.P_after = Settled.read(outcome), state.P.item()
         return outcome
 

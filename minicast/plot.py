@@ -191,6 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(files: Sequence[Path], out: Path) -> int:
     check_directory(out, "--out")
+    if len({file.stem for file in files}) < len(files):
+        raise UsageError("pictures are named after their files, and two of these share a name: draw them one by one")
     for file in files:
         values = read(file)
         try:

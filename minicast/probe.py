@@ -25,6 +25,7 @@ from statistics import median, quantiles
 import torch
 from tqdm import tqdm
 
+from graphs.capture import clock
 from minicast.curve import MassCurve, read_shipped
 from minicast.decode import Decoder, Options
 from minicast.machine import processor
@@ -157,23 +158,23 @@ class Passes:
 
     def __init__(self, decoder: Decoder, prefix: int, positions: int = 0):
         self.decoder, self.state, self.prefix = decoder, decoder.state, prefix
-        self.request: Request = decoder._request(Options(), drafts=True)
+        self.request: Request = decoder.request(Options(), drafts=True)
         if self.state.prefix > prefix - BEHIND:
             decoder.reset()
         self.cached = self.state.prefix, self.state.tapped, self.state.drafted
-        decoder._reserve(max(prefix, positions))
+        decoder.reserve(max(prefix, positions))
         self.propose(MAX_WIDTH)  # its first rows are a pack of any smaller width
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(decoder.target.vocab_size, (MAX_ROWS,), generator=generator).to(self.state.P.device)
 
     def propose(self, width: int) -> None:
         self._place(self.prefix - min(BEHIND, self.prefix))
-        self.decoder._propose(self.request, [0], width)
+        self.decoder.propose(self.request, [0], width)
 
     def settle(self, n: int) -> None:
         self._place(self.prefix)
         self.state.tokens.copy_(self.tokens)  # a proposal in between left its own
-        self.decoder._settle(self.request, n)
+        self.decoder.settle(self.request, n)
 
     def _place(self, drafted: int) -> None:
         state = self.state
@@ -191,7 +192,7 @@ class Passes:
         for run in reversed(runs.values()) if self.state.body.layer or self.decoder.graphs else ():
             run()
         worked = time.thread_time if self.decoder.target.device.type == "cpu" else None
-        return interleaved(runs, self.decoder._clock, worked, **protocol)
+        return interleaved(runs, partial(clock, self.decoder.target.device), worked, **protocol)
 
     def costs(self, packed: Sequence[int], **protocol) -> Costs:
         """Of these row counts, AR's first, and of the draft; protocol: as for `measure`."""
@@ -342,7 +343,7 @@ class Deployment:
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)
         self.back_offs = {width: BackOff() for width in ("auto", "round")}
 
-    def policy(self, options: Options, own_method: bool, prompt_tokens: int, new_tokens: int) -> Policy:
+    def policy(self, options: Options, custom: bool, prompt_tokens: int, new_tokens: int) -> Policy:
         """The policy of one answer, for the width "auto" or "round".
 
         A method that is not ours need not propose best first, and is there to be seen: one width, never AR. A curve is
@@ -350,7 +351,7 @@ class Deployment:
         """
         costs = self.costs_at(prompt_tokens, new_tokens)
         decision = self.decision(costs)
-        if own_method:
+        if custom:
             return FixedWidth(max(decision.drafted_width, 1) if decision else UNINFORMED)
         learn = self.learn if decision is None and options.rank_cap == Options.rank_cap else None
         back_off = self.back_offs[options.width]
@@ -386,7 +387,9 @@ class Deployment:
         costs = paper_probe(self.decoder, prefix)
         cost = costs.model(self.decoder.state.buckets)
         decision = self.decision(costs)
-        return FullProbe(device_name(self.decoder), prefix, costs, cost.slope, cost.intercept, decision)
+        return FullProbe(
+            device_name(self.decoder), prefix, costs, slope=cost.slope, intercept=cost.intercept, decision=decision
+        )
 
     @property
     def known_masses(self) -> list[float]:
@@ -443,17 +446,19 @@ def policy_of(
     return RoundWidth(round_times(costs.model(buckets), widest, draft_ms), draft_ms, rate, back_off, learn)
 
 
-def explain(decoder: Decoder, prompt_ids: Sequence[int], arguments) -> list[str]:
-    """What --reprobe, --explain and --probe-full of run.py's arguments do, and what they print.
+def explain(
+    decoder: Decoder, prompt_ids: Sequence[int], max_new_tokens: int, *, width: bool, reprobe: bool, full: bool
+) -> list[str]:
+    """What --explain (width), --reprobe and --probe-full (full) do before an answer, and what they print.
 
     UsageError for a prompt that cannot be answered.
     """
-    sizes = len(prompt_ids), decoder._room(prompt_ids, arguments.max_new_tokens)[0]
+    sizes = len(prompt_ids), decoder.room(prompt_ids, max_new_tokens)[0]
     decoder.deployment = Deployment(decoder)
-    if arguments.reprobe:
+    if reprobe:
         decoder.deployment.costs_at(*sizes, reprobe=True)
-    lines = decoder.deployment.lines(*sizes) if arguments.explain else []
-    return lines + (decoder.deployment.full_probe().lines() if arguments.probe_full else [])
+    lines = decoder.deployment.lines(*sizes) if width else []
+    return lines + (decoder.deployment.full_probe().lines() if full else [])
 
 
 def prefix_bucket(positions: int, context: int) -> int:

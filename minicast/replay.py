@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -107,16 +107,23 @@ class Recording:
         tensors = {"answer": torch.tensor(self.answer, dtype=torch.int64)}
         for name in ("drafts", "short"):
             tensors |= {f"{name}.{field}": tensor for field, tensor in vars(getattr(self, name)).items()}
-        write_atomically(path, lambda partial: save_file(tensors, partial, metadata={"domain": self.domain}))
+        try:
+            write_atomically(path, lambda partial: save_file(tensors, partial, metadata={"domain": self.domain}))
+        except SafetensorError as error:
+            raise UserError(f"cannot write {path}: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> "Recording":
-        with safe_open(path, framework="pt") as file:
-            def drafts(name: str) -> Drafts:
-                return Drafts(file.get_tensor(f"{name}.tokens"), file.get_tensor(f"{name}.log_q"))
+        """UserError for a file that is cut or is none of ours."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                def drafts(name: str) -> Drafts:
+                    return Drafts(file.get_tensor(f"{name}.tokens"), file.get_tensor(f"{name}.log_q"))
 
-            answer = file.get_tensor("answer").tolist()
-            return cls(answer=answer, drafts=drafts("drafts"), short=drafts("short"), **file.metadata())
+                answer = file.get_tensor("answer").tolist()
+                return cls(file.metadata()["domain"], answer, drafts=drafts("drafts"), short=drafts("short"))
+        except (SafetensorError, TypeError, KeyError) as error:
+            raise UserError(f"{path} is damaged ({error}): delete it, and it is recorded again") from error
 
 
 @torch.no_grad()
@@ -551,6 +558,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     check_directory(arguments.out, "--out")
     if arguments.curve:
         check_file(arguments.curve, "--curve")
+        arguments.curve.parent.mkdir(parents=True, exist_ok=True)
     if arguments.costs:
         from minicast.policies import Measured
 

@@ -27,7 +27,7 @@ from minicast.verify import target_choices, visit, walk
 from minicast.width import MAX_WIDTH
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.transformer import CAUSAL, KVCache, Target, Window
+from model.transformer import CAUSAL, KVCache, Layer, Target, Window
 
 MAX_ROWS = MAX_WIDTH + 1  # packed rows of the widest tree
 BUCKETS = (1, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # packed rows that static rounds are padded to
@@ -48,7 +48,7 @@ class Request:
         rank_cap: K
         params: how the target's choice is made
         stochastic: by the paper's verifier rather than the direct walk
-        own: somebody else wrote the method, so its trees are checked
+        custom: not a method of ours, so its trees are checked
         tap: collect features for the drafter
         deepest: most levels a tree can have, known without looking at it
     """
@@ -57,13 +57,13 @@ class Request:
     rank_cap: int | None
     params: SamplingParams
     stochastic: bool
-    own: bool
+    custom: bool
     tap: bool
     deepest: int
 
     def constants(self) -> "Request":
         """All of it that a graph of `settle` holds: not how trees are proposed, and the seed is in a buffer."""
-        return replace(self, method=no_tree, own=False, params=replace(self.params, seed=0))
+        return replace(self, method=no_tree, custom=False, params=replace(self.params, seed=0))
 
 
 class State:
@@ -171,7 +171,10 @@ class State:
         del self.cached_ids[prefix:]
 
     def window(self, offsets: Tensor, visible: Tensor | str) -> Window:
-        """The pass of rows at P + offsets (n,) that see the prefix and, of each other, what `visible` says."""
+        """The pass of rows at P + offsets (n,) that see the prefix and, of each other, what `visible` says.
+
+        visible: (n, n) bool, CAUSAL or EVERYTHING
+        """
         return self.body.window(self.P, self.prefix, offsets, visible, self.slots)
 
 
@@ -184,7 +187,7 @@ def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
             chunk = list(token_ids[state.prefix : state.prefix + PREFILL_ROWS])
             tokens, taps = torch.tensor([chunk], device=target.device), state.draft.taps if tap else ()
             hidden, features = target(tokens, state.target_cache, state.window(state.rows[: len(chunk)], CAUSAL), taps)
-            if tap:  # before the books say so: interrupted in between, the next turn would trust what is not there
+            if tap:  # before they are counted: interrupted in between, the next turn would trust what is not there
                 state.features[:, state.prefix : state.prefix + len(chunk)] = features
             state.commit(chunk, tap)
             state.P.fill_(state.prefix)
@@ -197,12 +200,14 @@ def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
 def read_features(state: State, count: int) -> None:
     """Feed the drafter's cache from the feature cache: `count` positions from D on, in passes like those of a prompt.
 
-    Static rounds read L + 1 whatever was committed; what lies beyond P is overwritten before it is seen.
+    Where passes have few shapes, a draft reads L + 1 whatever was committed; what lies beyond P is overwritten before it
+    is seen.
     """
     for first in range(0, count, PREFILL_ROWS):
         rows = min(count - first, PREFILL_ROWS)
         slots = state.D + state.rows[:rows]
-        state.draft.extend(state.features.index_select(1, slots), state.draft_cache, slots)
+        layer = state.body.layer if rows == state.depth + 1 else None  # other numbers of rows would each be compiled
+        state.draft.extend(state.features.index_select(1, slots), state.draft_cache, slots, (layer or Layer).remember)
         state.D.copy_(torch.minimum(state.D + rows, state.P))
         state.drafted = min(state.drafted + rows, state.prefix)
 
@@ -212,7 +217,7 @@ def draft(state: State) -> Tensor:
     if state.draft is None:
         raise UsageError("this method drafts, and the decoder has no draft head: give it one")
     rows = state.depth + 1
-    read_features(state, rows if state.static else state.prefix - state.drafted)
+    read_features(state, rows if state.buckets else state.prefix - state.drafted)
     block = torch.full((1, rows), state.draft.mask_token_id, device=state.P.device)
     block[:, :1] = state.root
     hidden = state.draft(block, state.draft_cache, state.window(state.rows[:rows], EVERYTHING), state.target)
@@ -241,8 +246,8 @@ def propose(state: State, request: Request, token_ids: Sequence[int], width: int
     proposal = Proposal(token_ids, width, request.rank_cap, lambda: draft(state), state.static, state.P.device)
     try:
         tree = request.method(proposal)
-        if request.own:
-            from minicast.own_method import check_tree
+        if request.custom:
+            from minicast.custom_method import check_tree
 
             check_tree(tree, state.target.vocab_size)
         tree = tree.to(state.P.device)

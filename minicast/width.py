@@ -286,7 +286,8 @@ class Pace:
 BUDGET = 1.0       # AR tokens of time that an answer may lose before drafting pauses: 0.8 % of 128
 BANK = 8.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
-RECORDED_TRY_SHARE = 0.04  # the same where it was recorded that drafting pays: the pause may have been a false alarm
+RECORDED_TRY_SHARE = 0.04  # the same where it was recorded that drafting pays, or nearly: the alarm may have been false
+NEARLY = 0.85      # of the R that pays: texts differ from their average by more than the rest
 TOLERANCE = 1e-9   # sums of rounded numbers may miss their mark by so much
 
 
@@ -327,12 +328,12 @@ class BackOff:
     def begin(self, decision: Decision | None = None) -> None:
         """Another answer. decision: the rule's, with what was recorded of the pair.
 
-        Where drafting was recorded to pay, a pause was about the text: the next one may be easier. Where it was not,
-        it is about the head, and goes on.
+        Where drafting was recorded to pay, or nearly, a pause was about the text: the next one may be easier. Where it was
+        not, it is about the head, and goes on.
         """
         self.pace.begin()
         recorded = decision.recorded if decision else None
-        pays = recorded is not None and recorded > decision.break_even * self.pace.correction
+        pays = recorded is not None and recorded > NEARLY * decision.break_even * self.pace.correction
         self.try_share = RECORDED_TRY_SHARE if pays else TRY_SHARE
         self.purse = max(self.purse, BUDGET)
         if pays:

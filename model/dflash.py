@@ -12,7 +12,7 @@ text is written with few of its tokens: `restrict` scores only these. What is do
 decided here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -59,14 +59,15 @@ class DraftHead(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
-    def extend(self, features: Tensor, cache: KVCache, slots: Tensor) -> None:
-        """Append committed positions: features (B, T, F) of positions `slots` (T,) become keys and values there."""
+    def extend(self, features: Tensor, cache: KVCache, slots: Tensor, remember: Callable = Layer.remember) -> None:
+        """Append committed positions: features (B, T, F) of positions `slots` (T,) become keys and values there.
+
+        remember: `Layer.remember`, or the same compiled
+        """
         fused = self.hidden_norm(self.fc(features))
         rope = self.rotary(slots, fused.dtype)
-        for layer, (keys, values) in zip(self.layers, cache.layers):
-            _, k, v = layer.self_attn.project(fused, rope)
-            keys.index_copy_(2, slots, k)
-            values.index_copy_(2, slots, v)
+        for layer, layer_cache in zip(self.layers, cache.layers):
+            remember(layer, fused, rope, layer_cache, slots)
 
     def forward(self, block: Tensor, cache: KVCache, window: Window, target: Target) -> Tensor:
         """block (B, L+1) token ids over the cached prefix -> normed hidden states (B, L, H) of the mask rows.
@@ -82,7 +83,8 @@ class DraftHead(nn.Module):
 
     @torch.no_grad()
     def restrict(self, tokens: Sequence[int], target: Target) -> None:
-        """Score only `tokens` from now on; others have no mass, and so are never proposed. Any tokens are exact.
+        """Score only `tokens` from now on; others have no mass, and so are never proposed. The text stays the same
+        whatever `tokens` are.
 
         Costs a copy of V' rows of the target's LM head.
         """

@@ -9,8 +9,8 @@ float32. Nothing holds both at once.
   precision has a narrower exponent than bfloat16, so weights are first scaled by a power of two, which is undone on
   the input and is exact. A layer that does not survive the round trip bit for bit keeps float32 weights, in oneDNN's
   blocked layout.
-- `unpack`, what compiled layers read: panels of bfloat16 or half precision, and for a few input rows
-  `panel_product`, of which a compiler makes one loop over the weights.
+- `to_panels`, what compiled layers read: panels of bfloat16 or half precision, and for a few input rows
+  `panel_product`, of which a compiler makes one loop over the weights. Without a compiler it would be slow.
 
 It does not train: a packed layer has no `weight` any more.
 """
@@ -38,8 +38,8 @@ class Linear(nn.Module):
     """y = x Wᵀ + bias.
 
     Attributes:
-        weight: (out_features, in_features), None while packed or unpacked
-        panels: (P, in_features, PANEL) while unpacked, else None: panels[p, :, j] is row p·PANEL + j of the weight
+        weight: (out_features, in_features), None while packed or in panels
+        panels: (P, in_features, PANEL) or None: panels[p, :, j] is row p·PANEL + j of the weight
         bias: (out_features,) or None
     """
 
@@ -57,7 +57,7 @@ class Linear(nn.Module):
             y = self.packed.product(x)
         elif self.panels is None:
             return F.linear(x, self.weight, self.bias)
-        elif x.numel() > FEW_ROWS * self.in_features:
+        elif x.numel() > FEW_ROWS * self.in_features or not torch.compiler.is_compiling():
             y = F.linear(x, self._rows().to(x.dtype))
         else:
             y = panel_product(x.reshape(-1, self.in_features), self.panels)
@@ -74,21 +74,21 @@ class Linear(nn.Module):
         if self.packed is not None:
             self.weight = None
 
-    def unpack(self) -> None:
+    def to_panels(self) -> None:
         """Replace the packed weights, if they are, by panels, in 16 bits where that loses nothing."""
         if self.packed is not None:
             rows = F.pad(narrow(self.packed.weight()), (0, 0, 0, -self.out_features % PANEL))
             panels = rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
             self.panels, self.packed = nn.Parameter(panels, requires_grad=False), None
 
-    def repack(self) -> None:
-        """Undo `unpack`."""
+    def from_panels(self) -> None:
+        """Undo `to_panels`."""
         if self.panels is not None:
             self.weight, self.panels = nn.Parameter(self._rows().float(), requires_grad=False), None
             self.pack()
 
     def _rows(self) -> Tensor:
-        """The unpacked weight (out_features, in_features)."""
+        """The weight (out_features, in_features) that the panels hold."""
         return self.panels.transpose(1, 2).flatten(0, 1)[: self.out_features]
 
     def weight_bytes(self) -> int:
@@ -109,15 +109,15 @@ def weight_bytes(*models: nn.Module) -> int:
     return sum(layer.weight_bytes() for layer in linear_layers(*models))
 
 
-def lay_out(model: nn.Module, compiled: bool) -> None:
-    """Unpack the linear layers inside the layers of a target or a drafter for compiled code, or pack them again.
+def lay_out(*models: nn.Module | None, compiled: bool) -> None:
+    """Bring the linear layers inside the layers of a target and a drafter to panels, for compiled code, or pack them again.
 
     What is not in a layer, as the LM head, is not compiled and stays packed.
     """
-    layers = linear_layers(model.layers)
+    layers = linear_layers(*(model.layers for model in models if model is not None))
     stale = [layer for layer in layers if (layer.packed if compiled else layer.panels) is not None]
     for layer in stale:
-        layer.unpack() if compiled else layer.repack()
+        layer.to_panels() if compiled else layer.from_panels()
     if stale:
         trim()
 
@@ -144,7 +144,7 @@ def panel_product(x: Tensor, panels: Tensor) -> Tensor:
     of a panel is loaded and widened once for all rows, and the sums stay in registers. One row alone waits for
     memory, and less so if it reads several panels at a time.
     """
-    # A view by strides has to be of memory: without it, Inductor repeats what computes x in every turn of the loop.
+    # as_strided puts x into memory: without it, Inductor computes x again in every turn of the loop.
     rows = x.as_strided(x.shape, x.stride()).unbind()
     streams = math.gcd(len(panels), max(STREAMS // len(rows), 1))
     parts = panels.unflatten(0, (streams, -1)).unbind()

@@ -21,6 +21,7 @@ from model.errors import UsageError
 from model.linear import Linear
 
 CAUSAL = "causal"
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def dot_product_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor 
     if q.shape[2] == 1:  # heads that share keys become rows of one product: six times as fast in bfloat16 on a CPU
         rows = q[:, :, 0].unflatten(1, (keys.shape[1], -1))  # (B, Hkv, Hq / Hkv, D)
         return F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen).flatten(1, 2)[:, :, None]
-    if q.is_cuda and seen is not None:  # its kernels that take a mask take no groups: all scores would be written out
+    if q.is_cuda and seen is not None:  # CUDA's kernels that take a mask take no groups of heads
         keys, values = (side.repeat_interleave(q.shape[1] // side.shape[1], 1) for side in (keys, values))
     grouped = q.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(q, keys, values, seen, is_causal=mask is CAUSAL, enable_gqa=grouped)
@@ -154,7 +155,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rope: Pair) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, H) -> q (B, Hq, T, D), k and v (B, Hkv, T, D), normed and rotated."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, Hq + 2 Hkv, T, D)
         first_v = self.heads + self.kv_heads
@@ -166,8 +167,12 @@ class Attention(nn.Module):
             k = rotate(self.k_norm(heads[:, self.heads : first_v]), *rope)
         return q, k, heads[:, first_v:]
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor] | None, window) -> Tensor:
-        """x (B, T, H) -> (B, T, H). Without a cache: plain causal attention over the T rows."""
+    def forward(self, x: Tensor, rope: Pair, cache: Pair | None, window: Window | None) -> Tensor:
+        """x (B, T, H) -> (B, T, H).
+
+        rope: cos and signed sin (T, D); cache: keys and values (B, Hkv, S, D) each, or None: plain causal attention
+        over the T rows
+        """
         q, k, v = self.project(x, rope)
         if cache is None:
             out = dot_product_attention(q, k, v, CAUSAL)
@@ -205,10 +210,18 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor] | None, window) -> Tensor:
-        """x (B, T, H) -> (B, T, H)."""
+    def forward(self, x: Tensor, rope: Pair, cache: Pair | None, window: Window | None) -> Tensor:
+        """x (B, T, H) -> (B, T, H); the others as for `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, cache, window)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def remember(self, x: Tensor, rope: Pair, cache: Pair, slots: Tensor) -> None:
+        """Keep the keys and values of x (B, T, H), which asks nothing itself, in `slots` (T,) int64 of the cache.
+
+        rope, cache: as for `Attention.forward`
+        """
+        for side, new in zip(cache, self.self_attn.project(x, rope)[1:]):
+            side.index_copy_(2, slots, new)
 
 
 class Target(nn.Module):

@@ -156,7 +156,7 @@ def _check(stored: dict[str, Stored], places: dict[str, Place], directory: str |
         if tensor.kind not in ITEM_BYTES or tensor.name.endswith(QUANTISED_SUFFIXES):
             what = f"{tensor.name} ({tensor.kind}) belongs to a quantised checkpoint"
             raise UserError(f"{tensor.file}: {what}, which is not supported: use the unquantised one")
-    cause = "the weights and config.json do not belong together, or this kind of model is not supported"
+    cause = "weights and config.json are not of one dense Qwen3 or LLaMA model: download both again, or choose another"
     if unknown := [tensor.name for name, tensor in stored.items() if name not in places]:
         raise UserError(f"{directory}: no place for {unknown[0]} ({len(unknown)} such tensors): {cause}")
     if missing := [name for name in places if name not in stored]:
@@ -165,7 +165,7 @@ def _check(stored: dict[str, Stored], places: dict[str, Place], directory: str |
         tensor, hint = stored[name], "taps × hidden wide" if name == "fc.weight" else "as config.json says"
         if tensor.shape != place.shape:
             what = f"{tensor.name} has shape {tensor.shape}, expected {place.shape}, {hint}"
-            raise UserError(f"{tensor.file}: {what}")
+            raise UserError(f"{tensor.file}: {what}: download both again")
 
 
 def _stored_tensors(directory: Path) -> dict[str, Stored]:

@@ -16,9 +16,10 @@ from minicast import Decoder
 from minicast.bench import Arm, warm_up
 from minicast.curve import MassCurve
 from minicast.decode import Options
-from minicast.methods import METHODS
+from minicast.methods import METHODS, capturable
 from minicast.probe import LEARNED, Costs, Deployment, Passes
 from minicast.round import BUCKETS, COMPILED_BUCKETS, Settled, pack, settle
+from minicast.tree import candidate_pairs, device_tree, top_ranked
 from minicast.width import MAX_WIDTH, Pace
 from model.linear import Linear
 from model.transformer import Layer
@@ -232,6 +233,21 @@ def test_a_method_of_ones_own_runs_as_it_is(models):
     assert {key[0] for key in decoder.graphs.captured} == {"settle"}
 
 
+def test_a_capturable_method_of_ones_own_is_replayed(models):
+    """It builds with fixed shapes and says so. A check of its trees would read them on the host, where none is to."""
+    target, draft = models
+    pairs = candidate_pairs(15, 4)
+
+    @capturable
+    def hesitant(proposal):
+        return device_tree(*top_ranked(proposal.draft() - 0.3, 4), 15, pairs)
+
+    decoder, prompt = replaying(target, draft), prompt_of(6)
+    out = decoder.generate(prompt, method=hesitant, width=15, max_new_tokens=30)
+    assert out.token_ids == autoregressive(target, prompt, 30).token_ids
+    assert {key[0] for key in decoder.graphs.captured} == {"propose", "settle"}
+
+
 def test_trees_yielded_are_the_callers_own(models):
     """A replay overwrites what the last one returned: a list of rounds must not hold one tree many times."""
     decoder = replaying(*models)
@@ -323,6 +339,12 @@ def test_host_syncs_of_a_round(models, monkeypatch, width, reads):
         assert calls == ["tolist"] * reads
 
 
+class AsWritten:
+    """In the place of a `CompiledLayer`: rounds are padded for it, and nothing is compiled."""
+
+    __call__, remember = staticmethod(Layer.forward), staticmethod(Layer.remember)
+
+
 @pytest.mark.parametrize("body", BODIES)
 def test_padding_changes_nothing_real(models, body):
     """Padding rows write keys, too: to free slots above the pack, never to a committed one, not even its bits. And
@@ -334,13 +356,13 @@ def test_padding_changes_nothing_real(models, body):
         results = []
         for padding in (0, 77):
             decoder = Decoder(target, draft, attention=body)
-            decoder.state.body.layer = Layer.forward if body == "sdpa" else None
+            decoder.state.body.layer = AsWritten() if body == "sdpa" else None
             rounds = decoder.stream(prompt, width=7, max_new_tokens=20)
             next(rounds), next(rounds)
             state = decoder.state
             P, real = state.prefix, state.prefix + 1 + tree.width
             before = state.target_cache.data[..., :P, :].clone(), state.features[:, :P].clone()
-            request = decoder._request(Options(), drafts=True)
+            request = decoder.request(Options(), drafts=True)
             with torch.no_grad():
                 pack(state, tree)
                 state.tokens[1 + tree.width :] = padding
@@ -371,7 +393,7 @@ def test_layers_compile_once_a_bucket(models, body, tokens):
     expected = autoregressive(target, prompt, tokens).token_ids
     for width in (3, 15, 31) * (2 if body == "static" else 1):
         assert decoder.generate(prompt, width=width, max_new_tokens=tokens).token_ids == expected
-    assert len(compiled) == 3  # 16 and 32 rows of the target, 8 of the drafter
+    assert len(compiled) == 4  # 16 and 32 rows of the target; the drafter's block, and what it reads
 
 
 def packed(*models):

@@ -13,6 +13,7 @@ import torch
 
 from graphs.masks import BODIES
 from minicast import Decoder, generate
+from minicast.methods import best_first
 from minicast.round import Settled, State, pack, prefill, read_features
 from minicast.tree import Tree, best_first_tree
 from minicast.width import FixedWidth
@@ -111,6 +112,22 @@ def tree_of(nodes: list[tuple[int, int]]) -> Tree:
     tokens, parents = zip(*nodes) if nodes else ((), ())
     as_ids = [torch.tensor(values, dtype=torch.int64) for values in (tokens, parents, depths)]
     return Tree(*as_ids, log_mass=-torch.arange(len(nodes)).float())
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_tree_may_be_padded(body, models):
+    """Builders of fixed shape fill up with nodes of no mass where candidates run out, all with one token below the root."""
+    prompt = prompt_of(6)
+    decoder, widths = Decoder(*models, attention=body), set()
+
+    def padded(proposal):
+        tree = best_first(proposal)
+        widths.add(tree.width)
+        return tree
+
+    out = decoder.generate(prompt, method=padded, width=15, rank_cap=1, max_new_tokens=20)
+    assert out.token_ids == autoregressive(models[0], prompt, 20).token_ids
+    assert widths == {15 if decoder.state.static else DEPTH}
 
 
 def oracle(continuation, prompt_length, depth=DEPTH, wrong_at=None, decoys=0):

@@ -143,6 +143,14 @@ def test_a_run_without_speedups_has_no_empty_picture(arm, tmp_path, capsys, recw
     assert captured.err.count("\n") == 1 and "--methods ar,cast" in captured.err and not recwarn.list
 
 
+def test_pictures_of_files_of_one_name_are_refused(tmp_path, capsys):
+    """The second would take the place of the first."""
+    (tmp_path / "b").mkdir()
+    files = [write(tmp_path / place / "a.json", FILES["probe"][0]) for place in (".", "b")]
+    assert plot.main([*files, "--out", str(tmp_path / "new")]) == 2
+    assert "share a name" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 def test_a_file_in_place_of_the_directory(tmp_path, capsys):
     file = write(tmp_path / "a.json", FILES["probe"][0])
     assert plot.main([file, "--out", f"{file}/pictures"]) == 2

@@ -268,7 +268,7 @@ def test_parser_notes_what_was_changed():
 )
 def test_flags_without_effect_are_named(flags, monkeypatch, capsys, given, words):
     monkeypatch.setattr(Decoder, "stream", lambda self, prompt_ids, **options: iter(()))
-    monkeypatch.setattr("minicast.bench.show_comparison", lambda *_: 0)
+    monkeypatch.setattr("minicast.bench.show_comparison", lambda *_, **how: 0)
     assert run.main(["-p", "a", *flags, *given]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
     about = [line for line in notes if "--draft-model" not in line]

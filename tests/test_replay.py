@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from minicast import replay
 from minicast.curve import MassCurve
@@ -249,6 +250,51 @@ def test_promises_are_means_of_masses(answers):
     assert len(curve.chain_masses) == len(curve.chain_accepted) == DEPTH
 
 
+def test_shapes_caps_and_blocks_against_decodes_of_their_own_trees(answers):
+    """R of every policy beside the two main ones, by a decode that builds a tree at each of its positions."""
+
+    def R(tree_at) -> float:
+        lengths = []
+        for answer in answers:
+            position, said = 0, answer.recording.answer
+            while position < len(said) - 1:
+                rest = said[position + 1 :]
+                lengths.append(min(accepted(tree_at(answer.recording, position), rest) + 1, len(rest)))
+                position += lengths[-1]
+        return sum(lengths) / len(lengths)
+
+    def log_q(drafts: Drafts, position: int) -> torch.Tensor:
+        shape = drafts.depth, VOCABULARY
+        return torch.empty(shape).scatter(1, drafts.tokens[position].long(), drafts.log_q[position])
+
+    def best(name: str, N: int, ranks: int | None = 8):
+        return lambda recording, i: best_first_tree(log_q(getattr(recording, name), i), N, ranks)
+
+    def chain(name: str, N: int):
+        return lambda recording, i: chain_tree(log_q(getattr(recording, name), i), N)
+
+    def shape(branching):
+        return lambda recording, i: Shape.of(branching, recording.drafts).tree(recording.drafts, i)
+
+    finding = replay.analyse(answers)
+    assert finding.shapes == pytest.approx({
+        "chain": R(chain("drafts", DEPTH)), "schedule": R(shape(replay.SCHEDULE)), "binary": R(shape((2,) * DEPTH)),
+        "best first": R(best("drafts", replay.SHAPE_WIDTH)),
+    })
+    for cap in finding.rank_cap:
+        assert cap.R == pytest.approx(R(best("drafts", cap.width)))
+        assert cap.R_every_rank == pytest.approx(R(best("drafts", cap.width, None)))
+    block, half = DEPTH + 1, (DEPTH + 1) // 2
+    expected = [
+        (half, "dflash", half, R(chain("short", half - 1))), (half, "cast", half, R(best("short", half - 1))),
+        (half, "cast", block, R(best("drafts", half - 1))), (block, "dflash", block, R(chain("drafts", DEPTH))),
+        (block, "cast", block, R(best("drafts", DEPTH))),
+    ]
+    assert [tuple(vars(row).values())[:3] for row in finding.shrink] == [row[:3] for row in expected]
+    assert [row.R for row in finding.shrink] == pytest.approx([row[3] for row in expected])
+    assert expected[1][3] != expected[2][3] and expected[3][3] != expected[4][3]  # else swapped ones would pass
+
+
 def test_every_rank_is_every_rank(answers):
     """Without the cap, and up to RANKS nodes, the replayed tree is the builder's own uncapped one."""
     for answer in answers:
@@ -292,7 +338,7 @@ def command(tmp_path):
 
 def test_records_goes_on_and_analyses(command, tmp_path, monkeypatch, capsys):
     """Answers are the decoder's; a second run computes nothing; --analyse loads nothing."""
-    curve_copy = tmp_path / "own.json"
+    curve_copy = tmp_path / "new" / "own.json"
     status, out = command("--curve", str(curve_copy))
     assert status == 0
     printed = capsys.readouterr()
@@ -382,6 +428,21 @@ def test_failures_are_one_line(command, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
     assert command("--out", str(out / "settings.json"))[0] == 2
     assert "is a file: name a directory" in capsys.readouterr().err
+
+
+def test_a_damaged_recording_is_named(command, capsys):
+    """Cut short, or of another program: one line with its name and what to do."""
+    _, out = command()
+    file = sorted(out.glob("*.safetensors"))[1]
+    whole = file.read_bytes()
+    save_file({"x": torch.zeros(1)}, file)
+    for content in (whole[:-9], whole[:3], b"", file.read_bytes()):
+        file.write_bytes(content)
+        capsys.readouterr()
+        assert command("--analyse")[0] == 1
+        *_, message = capsys.readouterr().err.splitlines()
+        assert message.startswith(f"replay: {file} is damaged (")
+        assert message.endswith("delete it, and it is recorded again")
 
 
 def test_a_domain_is_not_called_what_stands_for_all_of_them(command, tmp_path, capsys):

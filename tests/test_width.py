@@ -391,10 +391,10 @@ def test_auto_follows_the_machine_when_the_probe_was_wrong():
 
 
 @pytest.mark.parametrize("recorded, slower, share", [
-    (None, 1.0, TRY_SHARE), (1.8, 1.0, TRY_SHARE), (2.0, 1.0, RECORDED_TRY_SHARE), (2.0, 1.2, TRY_SHARE),
+    (None, 1.0, TRY_SHARE), (1.5, 1.0, TRY_SHARE), (1.6, 1.0, RECORDED_TRY_SHARE), (1.6, 1.2, TRY_SHARE),
 ])
 def test_pauses_are_short_where_drafting_was_recorded_to_pay(recorded, slower, share):
-    """There a pause is often a false alarm; not where rounds take longer than was probed, so that it pays no more."""
+    """Or nearly, for 1.8 would: there a pause is often a false alarm; not where rounds take longer than was probed."""
     back_off = BackOff()
     for _ in range(COMPARED_LEAST):
         back_off.pace.observe(True, slower)

@@ -1,4 +1,4 @@
-"""What a method of one's own may return: a tree that can be packed and verified.
+"""What a method that is not built in may return: a tree that can be packed and verified.
 
 A wrong depth would give wrong positions, and another text without a word. Built-in methods cannot make these mistakes,
 so they are not checked.
@@ -36,7 +36,9 @@ def fault(tree: Tree, vocabulary: int) -> str | None:
     above = torch.where(tree.parents < 0, 0, tree.depths[tree.parents.clamp(min=0)])
     if bool((tree.depths != above + 1).any()):
         return "a node's depth must be its parent's plus one, 1 below the root"
-    if len(set(zip(tree.parents.tolist(), tree.tokens.tolist()))) < N:  # Theorem 3 counts on it
+    real = tree.log_mass > -torch.inf  # `pack` leaves out what a builder of fixed shape adds where candidates run out
+    children = list(zip(tree.parents[real].tolist(), tree.tokens[real].tolist()))
+    if len(set(children)) < len(children):  # Theorem 3 counts on it
         return "two children of a node carry the same token"
     if bool(((tree.tokens < 0) | (tree.tokens >= vocabulary)).any()):
         return f"a token is outside the vocabulary of {vocabulary}"
