@@ -167,14 +167,14 @@ def environment(placement: Placement, source: str, command: Sequence[str], commi
 
 
 def commit() -> str:
-    """The commit of this code, marked where files differ from it."""
+    """The commit of this code, marked where files differ from it, those of results/ aside."""
 
     def git(*command: str) -> str:
         git_here = ["git", "-C", str(Path(__file__).parent), *command]
         return subprocess.run(git_here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)results")
         return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

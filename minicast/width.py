@@ -251,6 +251,7 @@ class Pace:
     since: int = 0
     _drafted: deque[float] = field(default_factory=lambda: deque(maxlen=NEIGHBOURS))  # before the latest AR rounds
     _ar_rounds: int = 0  # since then
+    _compared: bool = False  # in this answer
 
     @property
     def due(self) -> bool:
@@ -263,9 +264,15 @@ class Pace:
         return median(self.ratios) if len(self.ratios) >= COMPARED_LEAST else 1.0
 
     def begin(self) -> None:
-        """Another answer: its rounds are no neighbours of those before."""
+        """Another answer: its rounds are no neighbours of those before.
+
+        Where the last one compared nothing, the oldest comparison is forgotten. Else an accident that silenced drafting
+        would outlast it: without drafts there are no new comparisons.
+        """
+        if self.ratios and not self._compared:
+            self.ratios.popleft()
         self._drafted.clear()
-        self._ar_rounds = 0
+        self._ar_rounds, self._compared = 0, False
 
     def observe(self, drafted: bool, excess: float) -> None:
         """A round took `excess` times its predicted time."""
@@ -280,6 +287,7 @@ class Pace:
         if self._ar_rounds == 2:
             if self._drafted:
                 self.ratios.append(median(self._drafted) / excess)
+                self._compared = True
             self.since = 0
 
 

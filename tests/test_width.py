@@ -440,6 +440,23 @@ def test_pace_compares_within_an_answer():
     assert not pace.due and not pace.ratios
 
 
+def test_an_accident_does_not_silence_drafting_for_good():
+    """Comparisons from a bad moment said that drafting took far too long. Pauses grow; some answers later it is tried."""
+    back_off, record = BackOff(), SimpleNamespace(recorded=2.3, break_even=1.8)
+    for _ in range(9):
+        for drafted, excess in ((True, 3.0), (False, 1.0), (False, 1.0)):
+            back_off.pace.observe(drafted, excess)
+    drafted_answers = []
+    for _ in range(12):
+        back_off.begin(record)
+        widths = []
+        while len(widths) < 128:
+            widths.append(back_off.drafting)
+            back_off.observe(widths[-1], *((2, 1.8e-3, 1.8) if widths[-1] else (1, 1e-3, 1.0)), 1.0)
+        drafted_answers.append(fmean(widths))
+    assert max(drafted_answers[1:4]) < 0.1 and min(drafted_answers[-2:]) > 0.9
+
+
 def test_pace_compares_neighbours():
     """What slows both kinds alike for a while is no reason to draft less; times from before it are none to draft more.
 
