@@ -443,7 +443,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def deliver(report: Report, journal: Journal, out: Path | None) -> int:
-    """To the files, and the table to stdout; the journal is then no more needed. Returns the exit status."""
+    """The report to its files, its table to stdout; the journal has then served. Returns the exit status."""
     if out:
         write_atomically(out, report.to_json())
         write_atomically(out.with_suffix(".md"), report.to_markdown())

@@ -354,9 +354,10 @@ class Decoder:
             return propose(state, request, token_ids, width)
         if method is no_tree:  # nothing to pack: a step of AR is the one replay that follows
             return no_tree(Proposal(token_ids, 0, None, draft=None, static=True, device=state.P.device))
-        drafted, unchecked = state.drafted, replace(request, custom=False)  # a check reads the tree on the host
+        drafted = state.drafted
         tree = self.graphs.run(
-            ("propose", method, width, request.rank_cap), lambda: propose(state, unchecked, (), width),
+            ("propose", method, width, request.rank_cap),
+            lambda: propose(state, replace(request, custom=False), (), width),  # a check reads the tree on the host
             state.buffers(), f"{method.__name__} of width {width}",
         )
         # A replay runs nothing on the host, and recording ran it too often.
@@ -373,7 +374,7 @@ class Decoder:
         return kept
 
     def settle(self, request: Request, n: int) -> Tensor:
-        """`round.settle` (2 + 2M,) int64, replayed where graphs are in use."""
+        """`round.settle` -> (2 + 2M,) int64, replayed where graphs are in use."""
         state = self.state
         if not self.graphs:
             return settle(state, request, n)

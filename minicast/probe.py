@@ -152,8 +152,8 @@ def interleaved(
 class Passes:
     """The decoder's own `propose` and `settle` after a prefix of P positions whose content does not matter.
 
-    Uses the decoder's state, because graphs hold its addresses. A conversation whose cached prefix ends
-    below the slots that are written here survives: `close` restores its counters. A longer one is forgotten.
+    Uses the decoder's state, because graphs hold its addresses. A conversation whose cached prefix ends below the slots
+    that are written here survives: `close` restores its counters. A longer one is forgotten.
     """
 
     def __init__(self, decoder: Decoder, prefix: int, positions: int = 0):

@@ -226,7 +226,7 @@ def decide(
 
 # When the prediction was too hopeful
 
-COMPARED, COMPARED_LEAST = 9, 3  # latest comparisons kept, by their median; with fewer than the least the probe stands
+COMPARED, COMPARED_LEAST = 9, 3  # latest comparisons kept, by their median; with fewer the probe's word stands
 COMPARE_FIRST, COMPARE_EVERY = 6, 48  # drafted rounds until AR runs for one: while there are too few, and later
 NEIGHBOURS = 5  # drafted rounds, the last before AR, that it is compared with, by their median
 
