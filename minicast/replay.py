@@ -35,7 +35,6 @@ from statistics import median
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -48,7 +47,7 @@ from minicast.width import MAX_WIDTH
 from model import hub, train_data
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.files import check_directory, check_file, claim, claimed, write_atomically
+from model.files import check_directory, check_file, claim, claimed, save_tensors, write_atomically
 from model.transformer import KVCache, Target, Window
 
 RANKS = 32          # tokens kept at each depth
@@ -107,10 +106,7 @@ class Recording:
         tensors = {"answer": torch.tensor(self.answer, dtype=torch.int64)}
         for name in ("drafts", "short"):
             tensors |= {f"{name}.{field}": tensor for field, tensor in vars(getattr(self, name)).items()}
-        try:
-            write_atomically(path, lambda partial: save_file(tensors, partial, metadata={"domain": self.domain}))
-        except SafetensorError as error:
-            raise UserError(f"cannot write {path}: {error}") from error
+        save_tensors(path, tensors, {"domain": self.domain})
 
     @classmethod
     def load(cls, path: Path) -> "Recording":

@@ -32,6 +32,17 @@ def write_atomically(path: Path, content: str | Callable[[Path], object]) -> Non
         raise
 
 
+def save_tensors(path: Path, tensors: dict, metadata: dict[str, str] | None = None) -> None:
+    """Write {name: tensor} as a safetensors file, whole or not at all. UserError where it can't be written: a full disk."""
+    from safetensors import SafetensorError  # with torch, which not every reader of this file needs
+    from safetensors.torch import save_file
+
+    try:
+        write_atomically(path, lambda partial: save_file(tensors, partial, metadata))
+    except SafetensorError as error:
+        raise UserError(f"cannot write {path}: {error}") from error
+
+
 def check_directory(path: Path, flag: str) -> None:
     """UsageError where something else than a directory is in the way of one."""
     nearest = next(place for place in (path, *path.parents) if place.exists())

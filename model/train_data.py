@@ -25,11 +25,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from model.errors import UserError
-from model.files import read_text, write_atomically
+from model.files import read_text, save_tensors, write_atomically
 from model.transformer import KVCache, Target, Window
 
 LABELS = 32  # most probable tokens kept at each position
@@ -205,7 +204,7 @@ class ReadingCache:
         """The reading of `example`, on the CPU."""
         if example not in self:
             reading = read(self.target, example, self.taps)
-            write_atomically(self.path(example), lambda path: save_file(vars(reading), path))
+            save_tensors(self.path(example), vars(reading))
         with safe_open(self.path(example), framework="pt") as file:
             return Reading(**{name: file.get_tensor(name) for name in file.keys()})
 

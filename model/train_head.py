@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
 from model.config import DraftConfig, check_pair
 from model.dflash import FREQUENT_TOKENS, DraftHead
 from model.errors import UsageError
-from model.files import write_atomically
+from model.files import save_tensors, write_atomically
 from model.load import load_draft
 from model.transformer import Attention, Target, rotate
 
@@ -176,7 +175,7 @@ def save_head(draft: DraftHead, directory: str | Path, frequent: list[int]) -> N
             pieces = {start.rpartition(".")[2]: value}
         for piece, part in pieces.items():
             tensors[".".join(filter(None, (start.rpartition(".")[0], piece, leaf)))] = part.bfloat16().contiguous()
-    write_atomically(directory / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
+    save_tensors(directory / "model.safetensors", tensors, {"format": "pt"})
     values = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

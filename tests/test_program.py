@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import run
@@ -18,7 +19,7 @@ from minicast.decode import Decoder
 from minicast.program import Parser
 from model import train_dflash
 from model.errors import UserError
-from model.files import write_atomically
+from model.files import save_tensors, write_atomically
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 ROOT = Path(run.__file__).parent
@@ -208,6 +209,19 @@ def test_a_file_that_cannot_be_written_whole_leaves_no_part(tmp_path, failure):
     (tmp_path / "file").write_text("old")
     with pytest.raises(type(failure)):
         write_atomically(tmp_path / "file", write)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_tensors_that_cannot_be_written_whole_are_one_line(tmp_path, monkeypatch):
+    """safetensors tells of a full disk by an error of its own; the old file stays."""
+    def full(tensors, path, metadata):
+        path.write_bytes(b"ha")
+        raise SafetensorError("I/O error: No space left on device")
+
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(UserError, match="cannot write .*file: .*No space left on device"):
+        save_tensors(tmp_path / "file", {"a": torch.zeros(2)})
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
