@@ -248,7 +248,8 @@ class Decoder:
                 output.round_lengths.append(len(emitted))
                 output.widths.append(tree.width)
                 output.decode_seconds = time.perf_counter() - opened  # reading the outcome waited for the device
-                policy.observe(tree.width, len(emitted), time.perf_counter() - began)
+                if not fault:  # whose masses may be no numbers
+                    policy.observe(tree.width, len(emitted), time.perf_counter() - began)
             paused = time.perf_counter()
             output.wall_seconds = paused - started
             reason = "eos" if ended else full if len(output.token_ids) == room else None

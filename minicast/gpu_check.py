@@ -41,6 +41,7 @@ from minicast.methods import Proposal, capturable, no_tree
 from minicast.probe import Passes
 from minicast.sampling import CHOICE, gumbel_noise, keyed_uniform
 from minicast.tree import Tree, ancestor_matrix
+from minicast.width import AutoWidth, BackOff
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, write_atomically
@@ -217,7 +218,8 @@ def waits_once(decoder: Decoder, check: Check) -> bool | str:
     """Replay some rounds where any implicit wait raises. The one explicit wait of a round is not implicit."""
     if check.device.type != "cuda":
         return "needs CUDA"
-    rounds = decoder.stream(PROMPT, method="cast", width=15, max_new_tokens=60)
+    policy = AutoWidth(15, [1.0] * 16, BackOff())  # nor does it wait for its copy of the masses
+    rounds = decoder.stream(PROMPT, method="cast", width=policy, max_new_tokens=60)
     next(rounds), next(rounds)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -32,6 +32,7 @@ from statistics import fmean, linear_regression, median
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from minicast.tree import Tree
 
@@ -291,10 +292,45 @@ class Pace:
             self.since = 0
 
 
+TRUSTED_FROM = 24.0  # tokens that masses must have promised before what came of it is known
+MEMORY = 64          # drafted rounds that are looked back, or so: older ones fade
+
+
+@dataclass
+class Trust:
+    """What share of the tokens that the drafter's masses promise is accepted of late.
+
+    The masses of a round's nodes sum up to the tokens that it should accept. What it does accept scatters around that by
+    as much again, so that of two estimates of how hard a text is, the masses make the better one by far, once it is known
+    what they are worth with this head.
+
+    Attributes:
+        promised, accepted: tokens, sums over drafted rounds
+    """
+
+    promised: float = 0.0
+    accepted: float = 0.0
+
+    @classmethod
+    def of(cls, decision: Decision | None) -> "Trust":
+        """As it was recorded of the pair; none yet where it was not."""
+        if decision is None or decision.recorded is None or decision.committed == 1.0:
+            return cls()
+        return cls(TRUSTED_FROM, TRUSTED_FROM * (decision.recorded - 1.0) / (decision.committed - 1.0))
+
+    def earned(self, committed: int, promised: float) -> float:
+        """R to be expected of a round that committed R, whose masses sum up to `promised`; the round is learned from."""
+        known = self.promised >= TRUSTED_FROM
+        expected = 1.0 + promised * self.accepted / self.promised if known else committed
+        self.promised += promised - self.promised / MEMORY
+        self.accepted += committed - 1 - self.accepted / MEMORY
+        return expected
+
+
 BUDGET = 1.0       # AR tokens of time that an answer may lose before drafting pauses: 0.8 % of 128
-BANK = 8.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
+BANK = 4.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
-RECORDED_TRY_SHARE = 0.04  # the same where it was recorded that drafting pays, or nearly: the alarm may have been false
+RECORDED_TRY_SHARE = 0.02  # the same where it was recorded that drafting pays, or nearly: the alarm may have been false
 NEARLY = 0.85      # of the R that pays: texts differ from their average by more than the rest
 TOLERANCE = 1e-9   # sums of rounded numbers may miss their mark by so much
 
@@ -303,21 +339,22 @@ TOLERANCE = 1e-9   # sums of rounded numbers may miss their mark by so much
 class BackOff:
     """Leaves drafting for a while when it does not pay, so that a poor head or a hard text costs little.
 
-    The rule trusts the drafter's scores; this looks at what was committed. It keeps a purse, in units of the
-    time AR takes for one token. A drafted round earns the R tokens it committed and spends its own time, and
-    it only takes place if the purse could pay for it even if nothing were accepted. Otherwise AR decodes k
-    tokens, then there is money for one more try; k doubles with each failure in a row. (A sum that is
+    The rule decides for all texts at once; this looks at the text at hand. It keeps a purse, in units of the
+    time AR takes for one token. A drafted round earns the R tokens that were to be expected of it (see `Trust`) and
+    spends its own time, and it only takes place if the purse could pay for it even if nothing were accepted. Otherwise
+    AR decodes k tokens, then there is money for one more try; k doubles with each failure in a row. (A sum that is
     kept below a cap and raises an alarm at a limit is Page's test for a change of mean, the quickest for
     its rate of false alarms.)
 
-    So an answer loses at most its budget, or one round if that is more, and one try a pause; a head that is no good
-    loses that once, and then less and less. What good rounds saved stays for the next answer, where it makes a false
+    So an answer loses about its budget at most, or one round if that is more, and one try a pause; a head that is no
+    good loses that once, and then less and less. What good rounds saved stays for the next answer, where it makes a false
     alarm less likely. What a round took is its predicted time, corrected by the `Pace` of late: the time of a single
     round may be an accident.
 
     Attributes:
         price: what one more round like the last would lose if nothing were accepted
         pace: of rounds whose times were predicted by the same costs
+        trust: in the masses of the decoder's drafter
         try_share: of the AR time before it, what the first try after a pause may lose
     """
 
@@ -325,6 +362,7 @@ class BackOff:
     price: float = 0.0
     ar_tokens_left: int = 0
     pace: Pace = field(default_factory=Pace)
+    trust: Trust = field(default_factory=Trust)
     try_share: float = TRY_SHARE
     _pauses: int = 0    # since drafting last filled the purse, or an answer of a pair that pays began
 
@@ -340,6 +378,8 @@ class BackOff:
         not, it is about the head, and goes on.
         """
         self.pace.begin()
+        if self.trust.promised == 0:
+            self.trust = Trust.of(decision)
         recorded = decision.recorded if decision else None
         pays = recorded is not None and recorded > NEARLY * decision.break_even * self.pace.correction
         self.try_share = RECORDED_TRY_SHARE if pays else TRY_SHARE
@@ -347,17 +387,23 @@ class BackOff:
         if pays:
             self.ar_tokens_left = self._pauses = 0
 
-    def observe(self, drafted: bool, committed: int, seconds: float, predicted_ms: float, ar_ms: float) -> None:
-        """A round of either kind committed R tokens in `seconds`; predicted were `predicted_ms`, and `ar_ms` for AR."""
+    def observe(
+        self, drafted: bool, committed: int, seconds: float, *, promised: float, predicted_ms: float, ar_ms: float
+    ) -> None:
+        """A round of either kind committed R tokens in `seconds`.
+
+        promised: tokens, the sum of its nodes' masses; predicted were `predicted_ms`, and `ar_ms` for AR
+        """
         self.pace.observe(drafted, 1e3 * seconds / predicted_ms)
         if drafted:
-            self.after_draft(committed, predicted_ms / ar_ms * self.pace.correction)
+            earned = self.trust.earned(committed, promised)
+            self.after_draft(earned, predicted_ms / ar_ms * self.pace.correction)
         else:
             self.after_ar(committed)
 
-    def after_draft(self, committed: int, ar_tokens: float) -> None:
-        """A drafted round committed R tokens and took the time of `ar_tokens` tokens of AR."""
-        self.purse = min(self.purse + committed - ar_tokens, BANK)
+    def after_draft(self, earned: float, ar_tokens: float) -> None:
+        """A drafted round earned so many tokens and took the time of `ar_tokens` tokens of AR."""
+        self.purse = min(self.purse + earned - ar_tokens, BANK)
         self.price = max(ar_tokens - 1.0, 0.0)
         if self.purse == BANK:
             self._pauses = 0
@@ -418,16 +464,23 @@ class AutoWidth:
     best: int
     times: Sequence[float]
     back_off: BackOff
+    _log_mass: Tensor = field(default_factory=lambda: torch.empty(0), init=False)  # (N,) of the round, on the host
 
     @property
     def width(self) -> int:
         return self.best if self.back_off.drafting else 0
 
     def keep(self, tree: Tree) -> int:
+        """All of it. Nobody waits for its masses: a copy to pinned memory is there when the round's outcome is."""
+        log_mass = tree.log_mass
+        self._log_mass = torch.empty_like(log_mass, device="cpu", pin_memory=log_mass.is_cuda)
+        self._log_mass.copy_(log_mass, non_blocking=True)
         return tree.width
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
-        self.back_off.observe(width > 0, committed, seconds, self.times[width], self.times[0])
+        promised = self._log_mass.exp().sum().item()
+        times = dict(predicted_ms=self.times[width], ar_ms=self.times[0])
+        self.back_off.observe(width > 0, committed, seconds, promised=promised, **times)
 
 
 @dataclass
@@ -448,6 +501,7 @@ class RoundWidth:
     back_off: BackOff
     look: Callable[[list[float], list[float]], None] | None = None
     _drafted: bool = field(default=False, init=False)
+    _promised: float = field(default=0.0, init=False)
 
     @property
     def width(self) -> int:
@@ -460,11 +514,14 @@ class RoundWidth:
         masses, depths = torch.stack((tree.log_mass.exp(), tree.depths.float())).tolist()
         if self.look:
             self.look(masses, depths)
-        return paying_width(masses[: len(self.times) - 1], self.times, self.draft_ms, self.rate)
+        width = paying_width(masses[: len(self.times) - 1], self.times, self.draft_ms, self.rate)
+        self._promised = sum(masses[:width])
+        return width
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
-        predicted = self.draft_ms + self.times[0] if self._drafted and width == 0 else self.times[width]
-        self.back_off.observe(self._drafted, committed, seconds, predicted, self.times[0])
+        predicted_ms = self.draft_ms + self.times[0] if self._drafted and width == 0 else self.times[width]
+        times = dict(predicted_ms=predicted_ms, ar_ms=self.times[0])
+        self.back_off.observe(self._drafted, committed, seconds, promised=self._promised, **times)
 
 
 def paying_width(masses: Sequence[float], times: Sequence[float], draft_ms: float, rate: float) -> int:

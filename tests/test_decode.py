@@ -16,7 +16,7 @@ from minicast import Decoder, generate
 from minicast.methods import best_first
 from minicast.round import Settled, State, pack, prefill, read_features
 from minicast.tree import Tree, best_first_tree
-from minicast.width import FixedWidth
+from minicast.width import AutoWidth, BackOff, FixedWidth
 from model.config import DraftConfig, Rope, TargetConfig
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
@@ -318,8 +318,10 @@ def test_a_drafter_that_recovers_is_not_blamed_again(body):
     decoder = Decoder(target, draft, attention=body, max_length=128)
     good = draft.norm.weight.data.clone()
     draft.norm.weight.data[0] = torch.nan
+    policy = AutoWidth(63, [1.0] * 64, BackOff())
     with pytest.raises(UserError, match="drafter gave non-finite scores"):
-        decoder.generate(prompt_of(6), width=63, max_new_tokens=30)
+        decoder.generate(prompt_of(6), width=policy, max_new_tokens=30)
+    assert policy.back_off == BackOff()
     draft.norm.weight.data.copy_(good)
     expected = autoregressive(target, prompt_of(6), 20).token_ids
     for width in (20, 15, 63):

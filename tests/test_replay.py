@@ -192,7 +192,7 @@ def test_shapes_are_full_level_by_level():
 def test_figures_equal_slow_ones(answers):
     """Everything in a finding that is a mean or a share, recomputed round by round from its definition."""
     finding = replay.analyse(answers)
-    chain_rounds, events, ranks = 0, 0, []
+    chain_rounds, ranks = 0, []
     claims = []
     for answer in answers:
         recording = answer.recording

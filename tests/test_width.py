@@ -13,8 +13,9 @@ import torch
 
 from minicast.tree import Tree
 from minicast.width import (
-    BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, MAX_WIDTH, RECORDED_TRY_SHARE, TRY_SHARE, AutoWidth, BackOff,
-    CostModel, FixedWidth, Pace, RoundWidth, clamp_width, decide, paying_width, round_times, stopping_width,
+    BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, MAX_WIDTH, MEMORY, RECORDED_TRY_SHARE, TRUSTED_FROM, TRY_SHARE,
+    AutoWidth, BackOff, CostModel, FixedWidth, Pace, RoundWidth, Trust, clamp_width, decide, paying_width, round_times,
+    stopping_width,
 )
 
 BUCKETS = (1, 16, 24, 32, 48, 64, 96, 128)
@@ -277,11 +278,13 @@ def play(back_off: BackOff, rounds: int, committed: int, ar_tokens: float = 2.0)
     return done
 
 
-def answer_time(policy, tokens: int, ar_tokens: float, committed) -> float:
-    """Time of an answer of so many tokens, in AR tokens; a drafted round commits `committed()` of them."""
+def answer_time(policy, tokens: int, ar_tokens: float, committed, promised: float = 1.0) -> float:
+    """Time of an answer of so many tokens, in AR tokens; a drafted round commits `committed()` of them, whatever the sum
+    of its masses, `promised`."""
     emitted = spent = 0
     while emitted < tokens:
         N = policy.width
+        policy.keep(tree_of([promised] * N))
         R = min(committed(), tokens - emitted) if N else 1
         took = ar_tokens if N else 1
         policy.observe(N, R, took / 1e3)
@@ -325,7 +328,7 @@ def test_back_off_needs_a_loss():
 
 def test_back_off_starts_afresh_with_an_answer():
     """A new text may be easier, if the pair is known to pay: the pause ends; what was saved is kept, what was lost is not."""
-    back_off, record = BackOff(), SimpleNamespace(recorded=2.3, break_even=1.8)
+    back_off, record = BackOff(), SimpleNamespace(recorded=2.3, committed=2.3, break_even=1.8)
     play(back_off, 90, committed=1)
     assert not back_off.drafting
     back_off.begin(record)
@@ -346,13 +349,14 @@ def test_a_head_of_which_nothing_good_is_known_has_no_fresh_start():
     assert "ar" not in play(back_off, back_off.ar_tokens_left + 100, committed=4)[-100:]  # should it get better
 
 
+@pytest.mark.parametrize("promised", [0.2, 1.0])
 @pytest.mark.parametrize("ar_tokens", [1.1, 1.4, 1.8, 2.0, 2.25, 2.4, 3.0, 3.4])
 @pytest.mark.parametrize("tokens", [128, 256, 1000])
-def test_auto_is_at_most_3_percent_slower_than_ar(ar_tokens, tokens):
-    """Whatever the head does: nothing accepted, or lengths drawn to empty the purse again and again."""
+def test_auto_is_at_most_3_percent_slower_than_ar(ar_tokens, tokens, promised):
+    """Whatever the head does, and promises: nothing accepted, or lengths drawn to empty the purse again and again."""
     rng = random.Random(f"{ar_tokens} {tokens}")
     heads = [lambda: 1] + [geometric(rng, acceptance) for acceptance in [0.1, 0.3, 0.5] * 30]
-    worst = max(answer_time(adaptive(ar_tokens), tokens, ar_tokens, head) for head in heads)
+    worst = max(answer_time(adaptive(ar_tokens), tokens, ar_tokens, head, promised) for head in heads)
     assert worst <= 1.03 * tokens + 0.5
 
 
@@ -373,7 +377,7 @@ def test_back_off_leaves_a_good_head_alone():
 def test_auto_follows_the_machine_when_the_probe_was_wrong():
     """AR a tenth faster than probed, drafted rounds a tenth slower, the other way round, or both as they were: never
     more than 3 % slower than AR, and within 10 % of the better of the two. Means over 200 answers of 128 tokens."""
-    record = SimpleNamespace(recorded=2.3, break_even=1.8)  # of all texts together
+    record = SimpleNamespace(recorded=2.3, committed=2.3, break_even=1.8)  # of all texts together
     for ar_ms, drafted_ms in [(0.9, 1.98), (1.0, 1.8), (1.1, 1.62)]:
         for acceptance in (0.1, 0.3, 0.45, 0.5, 0.6, 0.7):
             rng, policy = random.Random(f"{ar_ms} {acceptance}"), AutoWidth(1, [1.0, 1.8], BackOff())
@@ -383,11 +387,61 @@ def test_auto_follows_the_machine_when_the_probe_was_wrong():
                 emitted = 0
                 while emitted < 128:
                     N = policy.width
+                    policy.keep(tree_of([1.0] * N))  # they tell nothing of the text
                     R, took = (draw(), drafted_ms) if N else (1, ar_ms)
                     policy.observe(N, R, took / 1e3)
                     emitted, spent = emitted + R, spent + took
             spent /= 200 * 128
             assert spent <= 1.03 * ar_ms and spent <= 1.1 * min(ar_ms, drafted_ms / mean_length(acceptance))
+
+
+def test_trust_learns_what_masses_are_worth():
+    """Until it knows, a round earns what it commits; then what its masses say, at the rate at which they came true."""
+    trust = Trust()
+    rounds = [(1, 0.5), (3, 1.5), (2, 2.0)] * 200
+    earned = [trust.earned(committed, promised) for committed, promised in rounds]
+    unknown = next(index for index, R in enumerate(earned) if R != rounds[index][0])
+    assert TRUSTED_FROM <= sum(promised for _, promised in rounds[:unknown]) <= 1.5 * TRUSTED_FROM
+    for (_, promised), R in zip(rounds[-30:], earned[-30:]):
+        assert R == pytest.approx(1 + promised * 3 / 4, rel=0.02)  # of four tokens promised three came true
+    for _ in range(3 * MEMORY):
+        trust.earned(1, 2.0)
+    assert trust.earned(1, 2.0) < 1.1  # what was long ago fades
+
+
+def test_trust_begins_as_recorded():
+    """Of a recorded pair it is known at once; where nothing is promised, or nothing recorded, it is learned."""
+    known = Trust.of(SimpleNamespace(recorded=2.2, committed=2.5))
+    assert known.earned(1, 1.0) == pytest.approx(1 + 1.2 / 1.5)
+    for record in (None, SimpleNamespace(recorded=None, committed=2.5), SimpleNamespace(recorded=1.0, committed=1.0)):
+        assert Trust.of(record) == Trust()
+    back_off = BackOff()
+    back_off.begin(SimpleNamespace(recorded=2.2, committed=2.5, break_even=1.8))
+    back_off.observe(True, 5, 1.6e-3, promised=1.0, predicted_ms=1.6, ar_ms=1.0)
+    assert back_off.purse == pytest.approx(BUDGET + 1.8 - 1.6)  # not the luck of that round
+    trust = back_off.trust
+    back_off.begin(SimpleNamespace(recorded=2.2, committed=2.5, break_even=1.8))
+    assert back_off.trust is trust and trust != Trust.of(SimpleNamespace(recorded=2.2, committed=2.5))
+
+
+def test_masses_tell_hard_texts_from_easy_ones():
+    """Answers of two kinds, told apart by the masses or not: where they are, a session takes less time, and the hard
+    answers cost next to nothing. Means over 400 answers of 128 tokens."""
+    ar_tokens, kinds = 1.8, (0.35, 0.6)
+
+    def session(informed: bool) -> list[float]:
+        rng, policy, spent = random.Random(11), adaptive(ar_tokens), [0.0, 0.0]
+        promises = [mean_length(acceptance) - 1 for acceptance in kinds]
+        for _ in range(400):
+            kind = rng.randrange(2)
+            policy.back_off.begin(SimpleNamespace(recorded=2.0, committed=2.0, break_even=ar_tokens))
+            promised = promises[kind] if informed else fmean(promises)
+            spent[kind] += answer_time(policy, 128, ar_tokens, geometric(rng, kinds[kind]), promised) / 200 / 128
+        return spent
+
+    (hard, easy), (guessed_hard, guessed_easy) = session(True), session(False)
+    assert hard < 1.02 and easy < ar_tokens / mean_length(kinds[1]) * 1.05
+    assert hard + easy < guessed_hard + guessed_easy - 0.02
 
 
 @pytest.mark.parametrize("recorded, slower, share", [
@@ -400,7 +454,7 @@ def test_pauses_are_short_where_drafting_was_recorded_to_pay(recorded, slower, s
         back_off.pace.observe(True, slower)
         back_off.pace.observe(False, 1.0)
         back_off.pace.observe(False, 1.0)
-    back_off.begin(SimpleNamespace(recorded=recorded, break_even=1.8))
+    back_off.begin(SimpleNamespace(recorded=recorded, committed=1.7, break_even=1.8))
     back_off.after_draft(1, 2.0)
     assert back_off.ar_tokens_left == ceil(1 / share) and back_off.purse == BUDGET
 
@@ -442,7 +496,7 @@ def test_pace_compares_within_an_answer():
 
 def test_an_accident_does_not_silence_drafting_for_good():
     """Comparisons from a bad moment said that drafting took far too long. Pauses grow; some answers later it is tried."""
-    back_off, record = BackOff(), SimpleNamespace(recorded=2.3, break_even=1.8)
+    back_off, record = BackOff(), SimpleNamespace(recorded=2.3, committed=2.3, break_even=1.8)
     for _ in range(9):
         for drafted, excess in ((True, 3.0), (False, 1.0), (False, 1.0)):
             back_off.pace.observe(drafted, excess)
@@ -452,7 +506,8 @@ def test_an_accident_does_not_silence_drafting_for_good():
         widths = []
         while len(widths) < 128:
             widths.append(back_off.drafting)
-            back_off.observe(widths[-1], *((2, 1.8e-3, 1.8) if widths[-1] else (1, 1e-3, 1.0)), 1.0)
+            R, ms, promised = (2, 1.8, 1.0) if widths[-1] else (1, 1.0, 0.0)
+            back_off.observe(widths[-1], R, ms / 1e3, promised=promised, predicted_ms=ms, ar_ms=1.0)
         drafted_answers.append(fmean(widths))
     assert max(drafted_answers[1:4]) < 0.1 and min(drafted_answers[-2:]) > 0.9
 
