@@ -5,14 +5,13 @@ of width N commits 1 + g(N) tokens a round, g(N) = rho_1 + ... + rho_N, and a ro
 
     l(N) = draft + h(N) + target(1 + N) milliseconds,
 
-h being what packing and gathering cost. The next node takes c1 = l(N+1) - l(N), and in that time the decoder
-would have produced c1 tokens times its throughput f(N) = (1 + g(N)) / l(N). So it is worth adding, if and
-only if
+h being what packing and gathering cost. The next node takes l(N+1) - l(N), and in that time the decoder would have
+produced so many tokens times its throughput f(N) = (1 + g(N)) / l(N). So it is worth adding, if and only if
 
-    rho_(N+1) >= f(N) · c1.
+    rho_(N+1) >= f(N) · (l(N+1) - l(N)).
 
-Where cost is affine, the first N that fails this is the best one (Theorem 2). Where it bends or steps, at a
-kernel's tile or a captured bucket, throughput may rise again, and the best of all such N is taken.
+Where cost is affine, with c1 ms a node, the first N that fails this is the best one (Theorem 2). Where it bends or
+steps, at a kernel's tile or a captured bucket, throughput may rise again, and the best of all such N is taken.
 Autoregressive decoding is not in that family, for it does not pay the drafter: it is N = 0, compared last.
 
 The rule predicts; a policy asks it for a width, round after round, and looks at what was committed.
@@ -144,7 +143,7 @@ class Decision:
     next_step_ms: float                  # l(N+1) - l(N) at drafted_width: not c1 where the table bends
     next_threshold: float                # likewise: what the next node's mass must reach
     masses: dict[int, float]             # rho by N, around the stop
-    committed: float                     # R = 1 + g(drafted_width), which the scores promise
+    promised: float                      # R = 1 + g(drafted_width), by the scores
     recorded: float | None               # the R that was recorded at that width, where it was
     break_even: float                    # the R at which drafted_width is as fast as AR
     tokens_per_second: dict[str, float]  # predicted: "ar", "dflash" if the chain's masses were given, "cast"
@@ -152,7 +151,7 @@ class Decision:
     @property
     def expected(self) -> float:
         """R at drafted_width by the best knowledge."""
-        return self.committed if self.recorded is None else self.recorded
+        return self.promised if self.recorded is None else self.recorded
 
     def lines(self) -> list[str]:
         """What `--explain` prints."""
@@ -170,7 +169,7 @@ class Decision:
         else:
             lines.append(f"stop at {N}: no candidate is left")
         lines.append(predicted)
-        scores = "" if self.recorded is None else f" (the scores promise {self.committed:.2f})"
+        scores = "" if self.recorded is None else f" (the scores promise {self.promised:.2f})"
         expected = f"R {self.expected:.2f} expected{scores}, {self.break_even:.2f} needed to be as fast as AR"
         if self.width:
             lines.append(f"width {N}: {expected}")
@@ -198,9 +197,9 @@ def decide(
     masses, chain_masses = [float(mass) for mass in masses], [float(mass) for mass in chain_masses]
     times = round_times(cost, max(len(masses), len(chain_masses)) + 1, draft_ms, overhead_ms)
     N = best_drafted(masses, times)
-    committed = 1.0 + sum(masses[:N])
+    promised = 1.0 + sum(masses[:N])
     recorded = 1.0 + sum(accepted[:N]) if accepted else None
-    expected = committed if recorded is None else recorded
+    expected = promised if recorded is None else recorded
     speed = {"ar": 1000.0 / times[0]}
     if chain_masses:
         speed["dflash"] = 1000.0 * (1.0 + sum(chain_masses)) / times[len(chain_masses)]
@@ -209,7 +208,7 @@ def decide(
     h_slope = 0.0
     if callable(overhead_ms) and len(masses) > 1:
         h_slope = (overhead_ms(len(masses)) - overhead_ms(1)) / (len(masses) - 1)
-    slope, throughput, next_step_ms = cost.slope + h_slope, committed / times[N], times[N + 1] - times[N]
+    slope, throughput, next_step_ms = cost.slope + h_slope, promised / times[N], times[N + 1] - times[N]
     return Decision(
         width=N if expected / times[N] > 1.0 / times[0] else 0,
         drafted_width=N,
@@ -218,7 +217,7 @@ def decide(
         next_step_ms=next_step_ms,
         next_threshold=throughput * next_step_ms,
         masses={n: masses[n - 1] for n in range(max(N - 2, 1), min(N + 3, len(masses)) + 1)},
-        committed=committed,
+        promised=promised,
         recorded=recorded,
         break_even=times[N] / times[0],
         tokens_per_second=speed,
@@ -292,43 +291,49 @@ class Pace:
             self.since = 0
 
 
-TRUSTED_FROM = 24.0  # tokens that masses must have promised before what came of it is known
+TRUSTED_FROM = 24.0  # tokens that masses must have promised before what comes of it is known
 MEMORY = 64          # drafted rounds that are looked back, or so: older ones fade
+LENT = 4.0           # tokens that an answer may be credited beyond those it committed: 3 % of 128
 
 
 @dataclass
 class Trust:
-    """What share of the tokens that the drafter's masses promise is accepted of late.
+    """How many tokens a drafted round was worth: by its masses, once it is known what they are worth.
 
-    The masses of a round's nodes sum up to the tokens that it should accept. What it does accept scatters around that by
-    as much again, so that of two estimates of how hard a text is, the masses make the better one by far, once it is known
-    what they are worth with this head.
+    How hard a text is for the drafter shows in what its rounds accept, and in the sum of their masses, which is what they
+    should accept. Acceptance scatters around that sum by as much again, so the sum tells sooner. But masses promise too
+    much, or too little, by a share that depends on the head; and they may be wrong about a text, so that an answer is
+    lent a few tokens on them, not more.
 
     Attributes:
-        promised, accepted: tokens, sums over drafted rounds
+        promised, accepted: tokens, sums over the drafted rounds of late
+        lent: tokens credited in this answer, less those committed
     """
 
     promised: float = 0.0
     accepted: float = 0.0
+    lent: float = 0.0
 
     @classmethod
     def of(cls, decision: Decision | None) -> "Trust":
         """As it was recorded of the pair; none yet where it was not."""
-        if decision is None or decision.recorded is None or decision.committed == 1.0:
+        if decision is None or decision.recorded is None:
             return cls()
-        return cls(TRUSTED_FROM, TRUSTED_FROM * (decision.recorded - 1.0) / (decision.committed - 1.0))
+        return cls(MEMORY * (decision.promised - 1.0), MEMORY * (decision.recorded - 1.0))
 
-    def earned(self, committed: int, promised: float) -> float:
-        """R to be expected of a round that committed R, whose masses sum up to `promised`; the round is learned from."""
-        known = self.promised >= TRUSTED_FROM
-        expected = 1.0 + promised * self.accepted / self.promised if known else committed
+    def credit(self, committed: int, promised: float) -> float:
+        """The R to be expected of a round whose masses sum up to `promised` and which committed R; both are learned from."""
+        expected = float(committed)
+        if self.promised >= TRUSTED_FROM:
+            expected = min(1.0 + promised * self.accepted / self.promised, committed + LENT - self.lent)
         self.promised += promised - self.promised / MEMORY
         self.accepted += committed - 1 - self.accepted / MEMORY
+        self.lent += expected - committed
         return expected
 
 
-BUDGET = 1.0       # AR tokens of time that an answer may lose before drafting pauses: 0.8 % of 128
-BANK = 4.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
+BUDGET = 1.0       # AR tokens of time that an answer at least may lose before drafting pauses: 0.8 % of 128
+BANK = 6.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
 RECORDED_TRY_SHARE = 0.02  # the same where it was recorded that drafting pays, or nearly: the alarm may have been false
 NEARLY = 0.85      # of the R that pays: texts differ from their average by more than the rest
@@ -340,14 +345,14 @@ class BackOff:
     """Leaves drafting for a while when it does not pay, so that a poor head or a hard text costs little.
 
     The rule decides for all texts at once; this looks at the text at hand. It keeps a purse, in units of the
-    time AR takes for one token. A drafted round earns the R tokens that were to be expected of it (see `Trust`) and
-    spends its own time, and it only takes place if the purse could pay for it even if nothing were accepted. Otherwise
+    time AR takes for one token. A drafted round earns the R tokens that were to be expected of it, see `Trust`, and
+    spends its own time; it only takes place if the purse could pay for it even if nothing were accepted. Otherwise
     AR decodes k tokens, then there is money for one more try; k doubles with each failure in a row. (A sum that is
     kept below a cap and raises an alarm at a limit is Page's test for a change of mean, the quickest for
     its rate of false alarms.)
 
-    So an answer loses about its budget at most, or one round if that is more, and one try a pause; a head that is no
-    good loses that once, and then less and less. What good rounds saved stays for the next answer, where it makes a false
+    So an answer loses at most what the purse holds when it begins, or one round if that is more, what it was lent, and one
+    try a pause; a head that is no good loses that once, and then less and less. What good rounds saved stays for the next answer, where it makes a false
     alarm less likely. What a round took is its predicted time, corrected by the `Pace` of late: the time of a single
     round may be an accident.
 
@@ -380,6 +385,7 @@ class BackOff:
         self.pace.begin()
         if self.trust.promised == 0:
             self.trust = Trust.of(decision)
+        self.trust.lent = 0.0
         recorded = decision.recorded if decision else None
         pays = recorded is not None and recorded > NEARLY * decision.break_even * self.pace.correction
         self.try_share = RECORDED_TRY_SHARE if pays else TRY_SHARE
@@ -396,8 +402,7 @@ class BackOff:
         """
         self.pace.observe(drafted, 1e3 * seconds / predicted_ms)
         if drafted:
-            earned = self.trust.earned(committed, promised)
-            self.after_draft(earned, predicted_ms / ar_ms * self.pace.correction)
+            self.after_draft(self.trust.credit(committed, promised), predicted_ms / ar_ms * self.pace.correction)
         else:
             self.after_ar(committed)
 
