@@ -40,7 +40,7 @@ from model.transformer import Layer, Pair, Window
 
 WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the recorded one will
 MOST_SHAPES = 1024  # compiled in one process
-MAX_GRAPHS = 64  # kept at once: a request's few, for several widths and ways of sampling
+MAX_GRAPHS = 64  # kept at once, or all are dropped: a request's few, for several widths and ways of sampling
 ROWS = (1, 4, 8, FEW_ROWS)  # that layers are compiled for on a CPU, as long as there are few
 CPU_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}  # multiply and add in one instruction
 
@@ -67,7 +67,8 @@ class CompiledLayer:
 
     def __call__(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair | None, window: Window | None) -> Tensor:
         """As `Layer.forward`: x (B, T, H) -> (B, T, H)."""
-        compiled = self.open if window.live is not None else self.one if x.shape[1] == 1 else self.many
+        one = x.shape[1] == 1 and x.dtype != torch.float32  # tuning takes a while, and float32 is not for speed
+        compiled = self.open if window.live is not None else self.one if one else self.many
         return self._run(compiled, Layer.forward, layer, x, rope, cache, window)
 
     def remember(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair, slots: Tensor) -> None:
@@ -148,18 +149,17 @@ class Graphs:
             buffers: tensors that it changes and that matter: put back after warm-up
             label: names it on the progress bar
         """
-        captured = self.captured.pop(key, None)
-        if captured is None:
-            captured = self._capture(function, buffers, label)
-            while len(self.captured) >= MAX_GRAPHS:
-                del self.captured[next(iter(self.captured))]  # the one unused for longest
-        self.captured[key] = captured
+        if key not in self.captured:
+            if len(self.captured) >= MAX_GRAPHS:
+                self.clear()  # all: freeing one may free a workspace of cuBLAS's that others on its stream still use
+            self.captured[key] = self._capture(function, buffers, label)
+        captured = self.captured[key]
         captured.graph.replay()
         return captured.output
 
-    def clear(self, reason: str) -> None:
-        """Drop all graphs, because something that they hold the address of has moved."""
-        if self.captured:
+    def clear(self, reason: str = "") -> None:
+        """Drop all graphs; for a reason, say that something that they hold the address of has moved, it is told."""
+        if reason and self.captured:
             print(f"minicast: {reason}; recording {len(self.captured)} graphs anew", file=sys.stderr)
         self.captured.clear()
         self.recorder.renew()

@@ -23,6 +23,7 @@ from model.tokenizer import Tokenizer
 from model.transformer import Target
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FLAGS = {"compile": "--compile or --eager"}  # of settings that are named otherwise
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # "illegal memory access" is none of these
 
 
@@ -97,7 +98,7 @@ def note_idle_flags(program: str, arguments: argparse.Namespace, methods: Sequen
 
 
 def note_no_effect(program: str, names: Sequence[str], reason: str) -> None:
-    flags = ", ".join("--" + name.replace("_", "-") for name in names)
+    flags = ", ".join(FLAGS.get(name, "--" + name.replace("_", "-")) for name in names)
     if flags:
         print(f"{program}: {flags}: no effect {reason}", file=sys.stderr)
 

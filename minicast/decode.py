@@ -248,7 +248,7 @@ class Decoder:
                 output.round_lengths.append(len(emitted))
                 output.widths.append(tree.width)
                 output.decode_seconds = time.perf_counter() - opened  # reading the outcome waited for the device
-                if not fault:  # whose masses may be no numbers
+                if not fault:  # whose masses may be NaN
                     policy.observe(tree.width, len(emitted), time.perf_counter() - began)
             paused = time.perf_counter()
             output.wall_seconds = paused - started

@@ -1,8 +1,8 @@
 """What the width rule needs to know: what a round costs, what the drafter's candidates weigh (paper, §3.3).
 
-Costs are measured on the path that will run, the decoder's own two functions: `propose` at two widths gives
-the draft and h(N), `settle` at a few row counts gives the target's pass with walk and commit. They are kept
-on disk, so that a deployment is probed once. The paper's own protocol (Table 5) is `paper_probe`, `--probe-full`.
+Costs are measured on the path that will run, the decoder's own two functions, decoding greedily: `propose` at two
+widths gives the draft and h(N), `settle` at a few row counts gives the target's pass with walk and commit. They are
+kept on disk, so that a deployment is probed once. The paper's own protocol (Table 5) is `paper_probe`, `--probe-full`.
 
 Masses are a mean over recorded rounds, the mass curve of a target/draft pair: shipped beside the head as
 curve.json (minicast/replay.py records it), or else learned from the rounds decoded here.
@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from graphs.capture import clock
@@ -84,7 +85,8 @@ class Costs:
 
     def __str__(self) -> str:
         rows = ", ".join(f"{ms:.1f} ({n})" for n, ms in zip(self.packed, self.settle_ms))
-        return f"draft {self.draft_ms:.1f} ms; ms by packed rows, of which 1 is AR: {rows}"
+        disturbed = "" if self.steady else f"; the probe was {DISTURBED}"
+        return f"draft {self.draft_ms:.1f} ms; ms by packed rows, of which 1 is AR: {rows}{disturbed}"
 
     def model(self, buckets: Sequence[int] = ()) -> CostModel:
         return CostModel.fit(self.packed, self.settle_ms, buckets)
@@ -171,10 +173,11 @@ class Passes:
         self._place(self.prefix - min(BEHIND, self.prefix))
         self.decoder.propose(self.request, [0], width)
 
-    def settle(self, n: int) -> None:
+    def settle(self, n: int) -> Tensor:
+        """What `round.settle` returns, on the device."""
         self._place(self.prefix)
         self.state.tokens.copy_(self.tokens)  # a proposal in between left its own
-        self.decoder.settle(self.request, n)
+        return self.decoder.settle(self.request, n)
 
     def _place(self, drafted: int) -> None:
         state = self.state
@@ -300,7 +303,7 @@ class FullProbe:
 
 # Masses
 
-def shipped_curve(decoder: Decoder) -> Path | None:
+def shipped_file(decoder: Decoder) -> Path | None:
     """The file of the curve beside the head, if there is one. It is of all tokens: a head of fewer needs its own."""
     draft = decoder.draft
     path = draft.directory and draft.directory / "curve.json"
@@ -335,7 +338,7 @@ class Deployment:
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
-        shipped = shipped_curve(decoder)
+        shipped = shipped_file(decoder)
         self.curve, self.curve_file = curve_of(decoder, shipped)
         self.shipped = shipped is not None
         self.costs: dict[int, Costs] = {}
@@ -416,7 +419,7 @@ class Deployment:
         if decision is None:
             known = f"{self.curve.rounds} of {LEARNED} rounds are known"
             return [*lines, f"no mass curve of this pair yet, {known}: each round goes by its own masses"]
-        return [*lines, f"masses: means of {self.curve.rounds} greedy rounds, {self.curve_file}", *decision.lines()]
+        return [*lines, f"masses: means of {self.curve.rounds} rounds, {self.curve_file}", *decision.lines()]
 
 
 def decide_by(curve: MassCurve, costs: Costs, buckets: Sequence[int] = ()) -> Decision:
@@ -520,7 +523,8 @@ def read_costs(path: Path, key: dict) -> Costs | None:
 
 def costs_of(values: dict) -> Costs:
     """Costs from their JSON. KeyError, TypeError or ValueError for anything else."""
-    costs = Costs(*(tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms")))
+    medians = (tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms"))
+    costs = Costs(*medians, steady=bool(values.get("steady", True)))
     costs.model()  # refuses what is no measurement
     if len(costs.propose_ms) != len(PROPOSED):
         raise ValueError(f"times of {len(costs.propose_ms)} widths proposed, not {len(PROPOSED)}")

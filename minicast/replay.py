@@ -2,7 +2,7 @@
 
     python -m minicast.replay --prompts FILE... --out DIR      record what is missing in DIR, then analyse it
     python -m minicast.replay --analyse --out DIR              analyse only: no model is loaded
-    python -m minicast.replay ... --costs FILE                 and compare width policies, see minicast/policies.py
+    python -m minicast.replay ... --costs FILE                 and compare width policies, see minicast/policy_replay.py
 
 A greedy answer is the same whatever is proposed. So the target answers all prompts in batches, the drafter
 drafts at every position of the answers, many blocks in a pass, and the best tokens of each depth are kept.
@@ -556,7 +556,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         check_file(arguments.curve, "--curve")
         arguments.curve.parent.mkdir(parents=True, exist_ok=True)
     if arguments.costs:
-        from minicast.policies import Measured
+        from minicast.policy_replay import Measured
 
         measured = Measured.read(arguments.costs)  # a wrong file is told before anything is recorded
     if arguments.analyse:
@@ -578,7 +578,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
             write_atomically(path, json.dumps(asdict(curve)) + "\n")
     policies = None
     if arguments.costs:
-        from minicast.policies import compare
+        from minicast.policy_replay import compare
 
         shipped = shipped_curve(settings, len(curve.chain_masses))
         prefix = measured.prefix_for(middle(arguments.out, settings))

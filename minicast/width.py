@@ -83,8 +83,8 @@ class CostModel:
         """Milliseconds of a pass over n rows, or over the bucket that n is padded to.
 
         As measured where it was measured, and on straight lines between. Beyond the ends it goes on from the
-        last point with the fitted slope, never downwards above nor, below, under a row's share of the
-        smallest pass.
+        last point with the fitted slope: above, never downwards; below, never under what n rows would take if the
+        smallest pass were shared out by the row.
         """
         if self.buckets and n <= self.buckets[-1]:
             n = self.buckets[bisect_left(self.buckets, n)]
@@ -336,7 +336,7 @@ BUDGET = 1.0       # AR tokens of time that an answer at least may lose before d
 BANK = 6.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
 RECORDED_TRY_SHARE = 0.02  # the same where it was recorded that drafting pays, or nearly: the alarm may have been false
-NEARLY = 0.85      # of the R that pays: texts differ from their average by more than the rest
+NEARLY = 0.85      # of the R that pays: above this share of it, many texts do pay, though the average does not
 TOLERANCE = 1e-9   # sums of rounded numbers may miss their mark by so much
 
 

@@ -83,7 +83,12 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 WEIGHT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
-WANTED = {"target": TOKENIZER_FILES + WEIGHT_FILES, "draft": WEIGHT_FILES, "tokenizer": TOKENIZER_FILES}
+BESIDE_A_HEAD = ("curve.json", "frequent_tokens.json")  # where it comes from here
+WANTED = {
+    "target": TOKENIZER_FILES + WEIGHT_FILES,
+    "draft": WEIGHT_FILES + BESIDE_A_HEAD,
+    "tokenizer": TOKENIZER_FILES,
+}
 
 
 def known_pair(name: str) -> Pair | None:

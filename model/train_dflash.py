@@ -180,7 +180,10 @@ class Trainer:
             "sampler": self.sampler.state(),
             "progress": dataclasses.asdict(self.progress),
         }
-        write_atomically(self.checkpoint, lambda path: torch.save(state, path))
+        try:
+            write_atomically(self.checkpoint, lambda path: torch.save(state, path))
+        except RuntimeError as error:  # a full disk, to torch
+            raise UserError(f"cannot write {self.checkpoint}: {str(error).splitlines()[0]}") from error
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one. UsageError where it is of another head."""
@@ -404,7 +407,10 @@ def faster_dtype(device: torch.device) -> torch.dtype:
 def unused_token(examples: list[Example], vocab_size: int) -> int:
     """The lowest token id that no text here holds: it stands for a position to be drafted."""
     used = {token for example in examples for token in example.tokens}
-    return next(token for token in range(vocab_size) if token not in used)
+    unused = next((token for token in range(vocab_size) if token not in used), None)
+    if unused is None:
+        raise UserError(f"the answers hold all {vocab_size} tokens of the vocabulary, and a head needs one for itself")
+    return unused
 
 
 def prepare(arguments: argparse.Namespace) -> Trainer:
@@ -456,7 +462,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--block", type=at_least(2), default=8, help="positions drafted in one pass, the root's included")
     parser.add_argument("--taps", type=each_once(0), default=[], metavar="I,I,...",
                         help="target layers that it reads, 0 the first; default: five, evenly spread")
-    parser.add_argument("--rate", type=rate, default=1.2e-3, help="peak learning rate; about half of it with --init")
+    parser.add_argument("--rate", type=rate, default=1.2e-3, help="peak learning rate; default: %(default)s, for --init give about half")
     parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="of each answer")
     parser.add_argument("--held-out", type=at_least(1), default=8, help="answers of each file kept for validation")
     return parser

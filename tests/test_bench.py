@@ -17,7 +17,7 @@ from minicast.bench import Arm, Journal, Plan
 from minicast.command import Choice
 from minicast.decode import Decoder, Output
 from minicast.figures import Departure, Estimate, Record
-from minicast.policies import Measured
+from minicast.policy_replay import Measured
 from minicast.prompts import MEAN, Prompt, Question
 from minicast.subject import load_random_head
 from model import load_draft, load_target, load_tokenizer

@@ -40,6 +40,8 @@ REPOSITORIES = {
         "model.safetensors.index.json": json.dumps({"weight_map": {"a": SHARDS[0], "b": SHARDS[1]}}).encode(),
         SHARDS[0]: b"first",
         SHARDS[1]: b"second",
+        "curve.json": b"{}",
+        "frequent_tokens.json": b"{}",
     },
     "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"unwanted"},
     "org/gated": SINGLE,

@@ -299,5 +299,5 @@ def test_bench_names_flags_without_effect(capsys):
     note_idle_flags("bench", Namespace(temperature=0.0, changed={"seed", "widths"}), ["ar", "cast"], drafts=True)
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError):
-        bench.run(bench.parse_arguments(["--gpu-check", "--shape", "nope", "--limit", "3"]), [])
-    assert "--limit: no effect on --gpu-check" in capsys.readouterr().err
+        bench.run(bench.parse_arguments(["--gpu-check", "--shape", "nope", "--limit", "3", "--eager"]), [])
+    assert "--compile or --eager, --limit: no effect on --gpu-check" in capsys.readouterr().err

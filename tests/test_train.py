@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from model.train_data import (
     make_batch,
     read_responses,
 )
-from model.train_dflash import WIDTH, Trainer, flags, prepare, read_inputs, replay
+from model.train_dflash import WIDTH, Trainer, flags, prepare, read_inputs, replay, unused_token
 from model.train_head import SoftCrossEntropy, block_states, loaded_head, save_head
 from model.train_prompts import FUNCTIONS, TEMPLATES, template_prompts
 
@@ -383,6 +384,28 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path, flags_given):
     with pytest.raises(UserError):
         prepare(flags().parse_args(command.split()))
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_at_a_checkpoint_is_told_in_one_line(tmp_path, target, monkeypatch):
+    """Torch reports it as an error of its own; the checkpoint before stays whole."""
+    trainer = small_trainer(tmp_path, target)
+    trainer.save()
+    before = trainer.checkpoint.read_bytes()
+
+    def full(state, path):
+        Path(path).write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed\nmore")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match="cannot write .*checkpoint.pt: PytorchStreamWriter failed[^\n]*$"):
+        trainer.save()
+    assert trainer.checkpoint.read_bytes() == before
+
+
+def test_answers_that_hold_every_token_leave_none_for_the_mask():
+    with pytest.raises(UserError, match="all 4 tokens"):
+        unused_token([Example((0, 1), (2, 3), "d")], 4)
+    assert unused_token([Example((0, 1), (3,), "d")], 4) == 2
 
 
 def test_a_checkpoint_of_another_head_or_none(tmp_path, target, capsys):

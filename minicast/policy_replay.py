@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minicast.curve import MassCurve
-from minicast.probe import Costs, costs_of, decide_by, policy_of
+from minicast.probe import DISTURBED, Costs, costs_of, decide_by, policy_of
 from minicast.prompts import EVERYTHING
 from minicast.replay import Replayable, committed
 from minicast.tree import RANK_CAP
@@ -58,7 +58,8 @@ class Measured:
             if not costs:
                 raise KeyError("costs")
             where = values.get("environment") or {"hardware": key["device"], "weights": "unnamed weights"}
-            return cls(f"{where['weights']} on {where['hardware']}", costs, tuple(map(int, buckets)))
+            disturbed = "" if all(each.steady for each in costs.values()) else f", {DISTURBED}"
+            return cls(f"{where['weights']} on {where['hardware']}{disturbed}", costs, tuple(map(int, buckets)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             hint = "give what `python -m minicast.bench --out FILE.json` wrote, with width auto or --probe-full"
             raise UsageError(f"{path} holds no measured costs: {hint}") from error

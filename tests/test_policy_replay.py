@@ -8,8 +8,8 @@ import pytest
 from minicast import replay
 from minicast.curve import MassCurve
 from minicast.decode import Decoder
-from minicast.policies import Measured, by_domain, compare, decode_ms
-from minicast.probe import Costs
+from minicast.policy_replay import Measured, by_domain, compare, decode_ms
+from minicast.probe import DISTURBED, Costs
 from minicast.prompts import EVERYTHING
 from minicast.replay import Replayable
 from minicast.width import AutoWidth, BackOff, FixedWidth, RoundWidth
@@ -128,6 +128,15 @@ def test_costs_from_a_file(tmp_path, capsys):
         wrong.write_text(json.dumps(nothing))
         with pytest.raises(UsageError, match="holds no measured costs"):
             Measured.read(wrong)
+
+
+def test_a_disturbed_probe_is_told_to_who_goes_by_it(tmp_path):
+    """The bench keeps what it measured, and says so; who replays at these costs is told, too."""
+    file, disturbed = tmp_path / "bench.json", replace(COSTS, steady=False)
+    file.write_text(json.dumps({"environment": {"weights": "W", "hardware": "H"}, "costs": {"256": vars(disturbed)}}))
+    measured = Measured.read(file)
+    assert measured.costs == {256: disturbed} and DISTURBED in measured.source and DISTURBED in str(disturbed)
+    assert DISTURBED not in str(COSTS)
 
 
 def test_a_prefix_stands_for_what_it_stands_for_in_the_decoder():
