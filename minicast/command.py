@@ -189,19 +189,22 @@ class Choice:
         vocabulary: how many of the most frequent tokens the head scores; None: all
         """
         draft = None
-        with LoadingBar(self.target) as bar:
-            target = load_target(self.target, placement.dtype, placement.device, progress=bar)
-        if self.draft:
+        if self.draft:  # first: it is small, and what is wrong with it is told before the target is downloaded
             with LoadingBar(f"head of {self.draft}") as bar:
                 draft = load_draft(self.draft, placement.dtype, placement.device, progress=bar)
+            frequent = frequent_tokens(draft)[:vocabulary] if vocabulary is not None else []
+        with LoadingBar(self.target) as bar:
+            target = load_target(self.target, placement.dtype, placement.device, progress=bar)
+        if draft:
             check_pair(draft.config, target.config)
-            if vocabulary is not None:
-                draft.restrict(frequent_tokens(draft, target.vocab_size)[:vocabulary], target)
+        if draft and frequent:
+            draft.restrict(frequent, target)
         return target, draft
 
 
-def frequent_tokens(draft: DraftHead, vocab_size: int) -> list[int]:
-    """Token ids that lie beside a head, the most frequent first."""
+def frequent_tokens(draft: DraftHead) -> list[int]:
+    """Token ids that lie beside a head, the most frequent first; at least one."""
+    vocab_size = draft.config.vocab_size
     file = draft.directory / FREQUENT_TOKENS
     form = '{"tokens": [token ids, the most frequent first]}'
     if not file.is_file():
@@ -209,7 +212,7 @@ def frequent_tokens(draft: DraftHead, vocab_size: int) -> list[int]:
         raise UsageError(f"--draft-vocabulary: {missing}")
     tokens = read_json(file).get("tokens")
     if not isinstance(tokens, list) or not tokens or not all(type(t) is int and 0 <= t < vocab_size for t in tokens):
-        raise UserError(f"{file} must hold {form}, with ids of the target's vocabulary of {vocab_size}")
+        raise UserError(f"{file} must hold {form}, with ids of the vocabulary of {vocab_size}")
     return tokens
 
 

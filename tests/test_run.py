@@ -248,7 +248,8 @@ def test_prompt_flags_reach_the_template(cli, spy, models, monkeypatch):
 
 
 def test_model_flags_reach_the_loaders(cli, spy, models, monkeypatch):
-    """Name, dtype and device go to both loaders; a method that never drafts loads no head."""
+    """Name, dtype and device go to both loaders, the head's first: what is wrong with it is told before the target is
+    downloaded. A method that never drafts loads no head."""
     loaded = []
 
     def watch(kind, load):
@@ -261,7 +262,7 @@ def test_model_flags_reach_the_loaders(cli, spy, models, monkeypatch):
     monkeypatch.setattr(command, "load_target", watch("target", load_target))
     monkeypatch.setattr(command, "load_draft", watch("draft", load_draft))
     cli("--device", "cpu", "--dtype", "bfloat16")
-    assert loaded == [(kind, name, torch.bfloat16, "cpu") for kind, name in zip(("target", "draft"), models)]
+    assert loaded == [(kind, name, torch.bfloat16, "cpu") for kind, name in (("draft", models[1]), ("target", models[0]))]
     for flags in (("--method", "ar"), ("--width", "0")):
         loaded.clear()
         assert cli("--device", "cpu", *flags)[0] == 0
