@@ -158,7 +158,7 @@ class Graphs:
         return captured.output
 
     def clear(self, reason: str = "") -> None:
-        """Drop all graphs; for a reason, say that something that they hold the address of has moved, it is told."""
+        """Drop all graphs. A reason is told: that something has moved that they hold the address of."""
         if reason and self.captured:
             print(f"minicast: {reason}; recording {len(self.captured)} graphs anew", file=sys.stderr)
         self.captured.clear()

@@ -227,7 +227,7 @@ def flex(q: Tensor, keys: Tensor, values: Tensor, mask: BitMask) -> Tensor:
         q = q[0].unflatten(1, (mask.folds, -1)).transpose(0, 1)  # (folds, Hq, n / folds, D)
     if torch.compiler.is_compiling():
         # In 32 bits three stages of tiles do not fit a multiprocessor's shared memory, and a product of tiles is written
-        # out, multiplication by multiplication: of large ones the compiler would not come to an end.
+        # out, multiplication by multiplication, so that large ones are long to compile.
         small = {"BLOCK_M": 16, "BLOCK_N": 32, "num_stages": 1} if q.dtype == torch.float32 else {}
         options = mask.options | small | {"BLOCKS_ARE_CONTIGUOUS": True}
         out = flex_attention(q, keys, values, block_mask=mask.blocks, enable_gqa=True, kernel_options=options)

@@ -328,8 +328,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE.json",
                         help="write everything there, and the table beside it")
     parser.add_argument("--gpu-check", action="store_true",
-                        help="instead of prompts: measure a GPU with random weights; --out is a directory, by default gpu-check, "
-                             "where an earlier check is replaced")
+                        help="instead of prompts: measure a GPU with random weights; --out is a directory, by default "
+                             "gpu-check, where an earlier check is replaced")
     parser.add_argument("--shape", default="qwen3-8b", help="of --gpu-check; tiny rehearses it on any device")
     return parser.parse_args(argv)
 

@@ -197,8 +197,8 @@ class Choice:
             target = load_target(self.target, placement.dtype, placement.device, progress=bar)
         if draft:
             check_pair(draft.config, target.config)
-        if draft and frequent:
-            draft.restrict(frequent, target)
+            if frequent:
+                draft.restrict(frequent, target)
         return target, draft
 
 

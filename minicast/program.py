@@ -92,7 +92,8 @@ def each_once(least: int):
 
 def model_flags(group, vocabulary: bool = True) -> None:
     """Which checkpoints, and where they run; vocabulary: the head may score fewer tokens."""
-    group.add_argument("--model", help="directory, hub id or known name; default: smollm2, on a GPU qwen3-4b if it was downloaded before")
+    group.add_argument("--model", help="directory, hub id or known name; default: smollm2, on a GPU qwen3-4b if it was "
+                                       "downloaded before")
     group.add_argument("--draft-model", help="likewise; default: the head known for the model")
     if vocabulary:
         group.add_argument("--draft-vocabulary", type=at_least(1), metavar="V",

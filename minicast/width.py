@@ -484,8 +484,9 @@ class AutoWidth:
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
         promised = self._log_mass.exp().sum().item()
-        times = dict(predicted_ms=self.times[width], ar_ms=self.times[0])
-        self.back_off.observe(width > 0, committed, seconds, promised=promised, **times)
+        self.back_off.observe(
+            width > 0, committed, seconds, promised=promised, predicted_ms=self.times[width], ar_ms=self.times[0]
+        )
 
 
 @dataclass
@@ -525,8 +526,10 @@ class RoundWidth:
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
         predicted_ms = self.draft_ms + self.times[0] if self._drafted and width == 0 else self.times[width]
-        times = dict(predicted_ms=predicted_ms, ar_ms=self.times[0])
-        self.back_off.observe(self._drafted, committed, seconds, promised=self._promised, **times)
+        self.back_off.observe(
+            self._drafted, committed, seconds,
+            promised=self._promised, predicted_ms=predicted_ms, ar_ms=self.times[0],
+        )
 
 
 def paying_width(masses: Sequence[float], times: Sequence[float], draft_ms: float, rate: float) -> int:

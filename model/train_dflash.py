@@ -183,7 +183,8 @@ class Trainer:
         try:
             write_atomically(self.checkpoint, lambda path: torch.save(state, path))
         except RuntimeError as error:  # a full disk, to torch
-            raise UserError(f"cannot write {self.checkpoint}: {str(error).splitlines()[0]}") from error
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"cannot write {self.checkpoint}: {reason}") from error
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one. UsageError where it is of another head."""
@@ -462,7 +463,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--block", type=at_least(2), default=8, help="positions drafted in one pass, the root's included")
     parser.add_argument("--taps", type=each_once(0), default=[], metavar="I,I,...",
                         help="target layers that it reads, 0 the first; default: five, evenly spread")
-    parser.add_argument("--rate", type=rate, default=1.2e-3, help="peak learning rate; default: %(default)s, for --init give about half")
+    parser.add_argument("--rate", type=rate, default=1.2e-3,
+                        help="peak learning rate; default: %(default)s, for --init give about half")
     parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="of each answer")
     parser.add_argument("--held-out", type=at_least(1), default=8, help="answers of each file kept for validation")
     return parser
