@@ -53,7 +53,7 @@ from model.train_data import (
     split,
 )
 from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_config, loaded_head, save_head
-from model.train_prompts import TEMPLATES, template_prompts
+from model.train_prompts import TEMPLATES, own_prompts, template_prompts
 from model.transformer import Target
 
 BATCH = {"cpu": (4, 32), "cuda": (32, 32)}  # a step's sequences, and blocks of each
@@ -61,6 +61,7 @@ WARMUP, FLOOR = 0.03, 0.02  # of the budget; of the rate
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 VALIDATE_MINUTES, SAVE_MINUTES = 6.0, 2.0
 WIDTH = 15  # of the tree whose R is told
+OWN = "own-words"  # the domain of prompts that the target wrote
 
 
 @dataclass
@@ -356,8 +357,8 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], li
     if arguments.templates:
         prompts |= {f"templates-{domain}": template_prompts(domain, arguments.templates) for domain in TEMPLATES}
     responses = [example for file in arguments.responses for example in read_responses(file)]
-    if not any(prompts.values()) and not responses:
-        raise UsageError("nothing to learn from: give --prompts, --templates or --responses")
+    if not any(prompts.values()) and not responses and not arguments.own_prompts:
+        raise UsageError("nothing to learn from: give --prompts, --own-prompts, --templates or --responses")
     return prompts, responses
 
 
@@ -365,12 +366,15 @@ def gather_answers(
     target: Target, arguments: argparse.Namespace, prompts: dict[str, list[str]], responses: list[Example]
 ) -> list[Example]:
     """The given responses, and the target's answers to the given prompts, which are written first."""
-    examples = list(responses)
-    if prompts:
+    examples, work = list(responses), work_directory(arguments.out)
+    if prompts or arguments.own_prompts:
         tokenizer = load_tokenizer(arguments.target)
-        claim(work_directory(arguments.out), {"target": arguments.target, "max_new_tokens": arguments.max_new_tokens})
+        claim(work, {"target": arguments.target, "max_new_tokens": arguments.max_new_tokens})
+    if count := arguments.own_prompts:
+        written = lambda done, total: bar(done / total, f"{done} of {total} prompts in the target's own words")
+        prompts = prompts | {OWN: own_prompts(target, tokenizer, count, work / f"{OWN}.prompts", written)}
     for domain, texts in prompts.items():
-        file = work_directory(arguments.out) / f"{domain}.jsonl"
+        file = work / f"{domain}.jsonl"
 
         def progress(done: int, total: int, domain=domain):
             bar(done / total, f"{domain}: {done} of {total} prompts answered")
@@ -454,6 +458,8 @@ def flags() -> argparse.ArgumentParser:
     rate = number("a number above 0 and below 1", lambda value: 0 < value < 1)
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
     parser.add_argument("--prompts", nargs="+", type=Path, default=[], help="JSONL files; the target answers them first")
+    parser.add_argument("--own-prompts", type=at_least(0), default=0, metavar="N",
+                        help="prompts in the target's own words, of a chat model")
     parser.add_argument("--templates", type=at_least(0), default=0, help="prompts from each of the built-in template sets")
     parser.add_argument("--responses", nargs="+", type=Path, default=[], help="JSONL files of [prompt ids, response ids]")
     parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")

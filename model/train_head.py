@@ -88,10 +88,12 @@ class SoftCrossEntropy(torch.autograd.Function):
         -> the weighted sum of losses, and the top-1 rows (M,).
         """
         logits = (hidden @ head.T).float()
-        top = logits.argmax(-1)
-        logits -= logits.logsumexp(-1, keepdim=True)
-        loss = -(weights[:, None] * shares * logits.gather(-1, labels)).sum()
-        error = logits.exp_().scatter_add_(-1, labels, -shares).mul_(weights[:, None])
+        highest, top = logits.max(-1)
+        chosen = logits.gather(-1, labels)
+        error = logits.sub_(highest[:, None]).exp_()
+        total = error.sum(-1)
+        loss = (weights[:, None] * shares * ((highest + total.log())[:, None] - chosen)).sum()
+        error.mul_((weights / total)[:, None]).scatter_add_(-1, labels, -shares * weights[:, None])
         ctx.save_for_backward(error.to(head.dtype) @ head)
         ctx.mark_non_differentiable(top)
         return loss, top

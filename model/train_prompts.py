@@ -1,7 +1,21 @@
-"""Prompts from templates, for domains that collections of problems leave out; the target answers them."""
+"""Prompts where no collection has them: from templates, and in the target's own words. The target answers them."""
 
+import json
 import random
 import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.errors import UserError
+from model.tokenizer import Tokenizer
+from model.train_data import continue_batch, read_lines
+from model.transformer import Target
+
+OWN_TOKENS, OWN_TOP_K, OWN_BATCH = 96, 50, 192  # of prompts in the target's own words: length, sampling, at a time
 
 # {topic} and the like are drawn from SLOTS and FUNCTIONS; other braces are LaTeX and stay.
 TEMPLATES = {
@@ -451,3 +465,47 @@ def fill(template: str, draw: random.Random) -> str:
     values["function"], (values["does"], values["call"], result) = draw.choice(list(FUNCTIONS.items()))
     values["example"] = f"{values['call']}\n    {result}"
     return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
+
+
+def own_prompts(
+    target: Target, tokenizer: Tokenizer, count: int, file: str | Path, progress: Callable[[int, int], None] | None = None
+) -> list[str]:
+    """`count` different prompts in the words of the target, written to `file` as they come, a JSON string a line.
+
+    A chat model has read users, so it can write as one: given the chat template up to where a user's words begin, it
+    goes on with such words (Magpie, arXiv 2406.08464), at temperature 1 among the likeliest OWN_TOP_K tokens. Those
+    that come to no end in OWN_TOKENS tokens are left out. Fewer where a batch brings nothing new, with a warning.
+    """
+    file, stop = Path(file), set(tokenizer.stop_ids)
+    texts = dict.fromkeys(read_lines(file)) if file.exists() else {}
+    generator = torch.Generator(target.device).manual_seed(len(texts))
+
+    def choose(logits: Tensor) -> Tensor:
+        top = logits.float().topk(min(OWN_TOP_K, logits.shape[-1]))
+        drawn = top.values.softmax(-1).multinomial(1, generator=generator)
+        return top.indices.gather(-1, drawn)[:, 0]
+
+    opening = before_user(tokenizer)
+    while len(texts) < count:
+        rows = continue_batch(target, [opening] * OWN_BATCH, stop, OWN_TOKENS, choose)
+        ended = [tokenizer.decode(row[:-1]).strip() for row in rows if row[-1] in stop]
+        fresh = [text for text in dict.fromkeys(ended) if text and text not in texts]
+        if not fresh:
+            warnings.warn(f"{len(texts)} of {count} prompts in the target's own words: it writes no more that end")
+            break
+        with open(file, "a", encoding="utf-8") as out:
+            out.writelines(json.dumps(text) + "\n" for text in fresh)
+        texts |= dict.fromkeys(fresh)
+        if progress:
+            progress(min(len(texts), count), count)
+    return list(texts)[:count]
+
+
+def before_user(tokenizer: Tokenizer) -> list[int]:
+    """Token ids of the chat template up to where the user's words begin."""
+    words = "THE-WORDS-OF-THE-USER"
+    opening, found, _ = tokenizer.render_chat(words).partition(words)
+    ids = tokenizer.encode_rendered(opening)
+    if not found or not ids:
+        raise UserError("--own-prompts: the chat template of this target has nothing before the user's words")
+    return ids

@@ -22,7 +22,7 @@ COMMANDS = sum(COMMAND_BLOCKS, [])
 ELSEWHERE = ("# needs the hub", "# needs a GPU", "# another program")
 INSTALL_AND_TEST = ("pip install", "python -m pytest")
 FEWER = {  # flags appended, so that a command that trains for an hour does so for a second: the last flag counts
-    "model.train_dflash": "--minutes 0.02 --templates 8 --max-new-tokens 12 --held-out 1",
+    "model.train_dflash": "--minutes 0.02 --own-prompts 8 --max-new-tokens 12 --held-out 1",
     "minicast.bench": "--limit 1 --max-new-tokens 8",
     "minicast.replay": "--limit 1 --max-new-tokens 8",
 }
@@ -78,7 +78,6 @@ def runnable() -> list[list[str]]:
 def test_commands_run(commands, tmp_path):
     """The commands of each block, one after the other in a directory of its own; what takes hours is made shorter."""
     (tmp_path / "run.py").symlink_to(ROOT / "run.py")
-    (tmp_path / "my_prompts.jsonl").write_text('"What is a fox?"\n"Name three colours."\n"What is two plus two?"\n')
     for command in commands:
         program, *arguments = shlex.split(command, comments=True)
         assert program == "python"

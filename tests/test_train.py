@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import random_tensors, tiny_target_config, write_checkpoint, write_tiny_draft, write_tiny_target
+from tiny import random_tensors, tiny_target_config, write_byte_tokenizer, write_checkpoint, write_tiny_draft, write_tiny_target
 
 from minicast import Decoder
 from minicast.prompts import read_prompts
-from model import load_draft, load_target
+from model import load_draft, load_target, load_tokenizer
 from model.errors import UsageError, UserError
 from model.files import claim
 from model.train_data import (
@@ -26,7 +26,7 @@ from model.train_data import (
 )
 from model.train_dflash import WIDTH, Trainer, flags, prepare, read_inputs, replay, unused_token
 from model.train_head import SoftCrossEntropy, block_states, loaded_head, save_head
-from model.train_prompts import FUNCTIONS, TEMPLATES, template_prompts
+from model.train_prompts import FUNCTIONS, TEMPLATES, before_user, own_prompts, template_prompts
 
 DEPTH = 7
 
@@ -430,3 +430,33 @@ def test_a_checkpoint_of_another_head_or_none(tmp_path, target, capsys):
         trainer.checkpoint.write_bytes(whole[:length])
         with pytest.raises(UserError, match="damaged.*delete"):
             small_trainer(tmp_path, target).resume()
+
+
+def talking_target(tmp_path, stop: list[int], template: str | None = None):
+    """A tiny target with a byte tokenizer whose texts end at any of the tokens `stop`. -> target, tokenizer"""
+    directory = write_tiny_target(tmp_path / "talking", eos_token_id=stop)
+    write_byte_tokenizer(directory, *filter(None, [template]))
+    return load_target(directory, device="cpu"), load_tokenizer(directory)
+
+
+def test_prompts_in_the_targets_own_words(tmp_path):
+    """Different ones, sampled after the template's opening, kept as they come: a resumed run asks the same ones and
+    writes the rest. Guards prompts that hold the template or the token that ended them."""
+    target, tokenizer = talking_target(tmp_path, [*range(0, 32), *range(128, 256)])
+    assert before_user(tokenizer) == list(b"<user>")
+    file = tmp_path / "own"
+    few = own_prompts(target, tokenizer, 5, file)
+    assert len(set(few)) == 5 and all(text and text.isascii() and text == text.strip() for text in few)
+    lines = file.read_text()
+    assert own_prompts(target, tokenizer, 5, file) == few and file.read_text() == lines
+    more = own_prompts(target, tokenizer, len(lines.splitlines()) + 1, file)
+    assert more[:5] == few and file.read_text().startswith(lines) and len(set(more)) == len(more)
+
+
+def test_own_words_that_never_end_or_cannot_begin(tmp_path):
+    target, tokenizer = talking_target(tmp_path, [])
+    with pytest.warns(UserWarning, match="0 of 3 prompts"):
+        assert own_prompts(target, tokenizer, 3, tmp_path / "own") == []
+    _, tokenizer = talking_target(tmp_path, [], "{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(UserError, match="nothing before the user's words"):
+        before_user(tokenizer)
