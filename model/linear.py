@@ -31,7 +31,8 @@ SLICE = 4096  # rows checked at a time, so that the check needs little memory be
 
 FEW_ROWS = 16  # input rows whose sums a compiled product can keep in registers
 PANEL = 16  # outputs that it computes side by side: a register of float32, or two
-STREAMS = 4  # panels that it reads at a time for one input row; for more rows fewer
+STREAMS = 4  # panels that it reads at a time, if the sums of all rows over them fit into registers
+SUMS = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 4  # that do, PANEL wide
 
 
 class Linear(nn.Module):
@@ -142,11 +143,11 @@ def panel_product(x: Tensor, panels: Tensor) -> Tensor:
 
     Each row of x is a sum of its own over the same K: that is what makes Inductor fuse them in one loop, where a slice
     of a panel is loaded and widened once for all rows, and the sums stay in registers. One row alone waits for
-    memory, and less so if it reads several panels at a time.
+    memory, and less so if it reads several panels at a time; a few rows wait for the sum before, and less so then, too.
     """
     # as_strided puts x into memory: without it, Inductor computes x again in every turn of the loop.
     rows = x.as_strided(x.shape, x.stride()).unbind()
-    streams = math.gcd(len(panels), max(STREAMS // len(rows), 1))
+    streams = math.gcd(len(panels), min(STREAMS, max(SUMS // len(rows), 1)))
     parts = panels.unflatten(0, (streams, -1)).unbind()
     # Concatenated as they are summed, for a view in between would be a copy.
     sums = [torch.cat([(row[None, None, :, None] * part.float()).sum(2) for row in rows]) for part in parts]
