@@ -27,7 +27,8 @@ class Proposal:
         token_ids: prompt and answer so far; the last one is the pending root b
         width: N asked for; a method may return fewer nodes, on the host at least
         rank_cap: K, ranks kept at each position; None keeps all
-        draft: runs the drafter on [b, mask × L] -> log q (L, V); call it at most once
+        draft: runs the drafter on [b, mask × L] -> log q (L, V); call it at most once. Given a depth, it scores no
+            position beyond: on a small target that costs more than a layer
         static: build with fixed shapes only
         device: of the models
     """
@@ -35,7 +36,7 @@ class Proposal:
     token_ids: Sequence[int]
     width: int
     rank_cap: int | None
-    draft: Callable[[], Tensor]
+    draft: Callable[..., Tensor]
     static: bool = False
     device: torch.device = torch.device("cpu")
 
@@ -65,8 +66,8 @@ def chain(proposal: Proposal) -> Tree:
 
 @capturable
 def best_first(proposal: Proposal) -> Tree:
-    """CAST: the N best prefixes."""
-    return _tree(proposal, proposal.draft(), proposal.width, proposal.rank_cap)
+    """CAST: the N best prefixes, of which none is longer than N."""
+    return _tree(proposal, proposal.draft(proposal.width), proposal.width, proposal.rank_cap)
 
 
 def _tree(proposal: Proposal, log_q: Tensor, width: int, rank_cap: int | None) -> Tree:

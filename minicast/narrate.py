@@ -73,9 +73,9 @@ class Watcher(Decoder):
         seen = self.seen = Seen(state.prefix, state.root.item(), state.prefix - state.drafted)
 
         def watched(proposal: Proposal) -> Tree:
-            def draft() -> Tensor:
+            def draft(depth: int | None = None) -> Tensor:
                 seen.log_q = proposal.draft()
-                return seen.log_q
+                return seen.log_q[:depth]
 
             return method(replace(proposal, draft=draft))
 

@@ -1,6 +1,6 @@
 """What the width rule needs to know: what a round costs, what the drafter's candidates weigh (paper, §3.3).
 
-Costs are measured on the path that will run, the decoder's own two functions, decoding greedily: `propose` at two
+Costs are measured on the path that will run, the decoder's own two functions, decoding greedily: `propose` at three
 widths gives the draft and h(N), `settle` at a few row counts gives the target's pass with walk and commit. They are
 kept on disk, so that a deployment is probed once. The paper's own protocol (Table 5) is `paper_probe`, `--probe-full`.
 
@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from math import inf
 from pathlib import Path
 from statistics import median, quantiles
@@ -40,10 +41,9 @@ from model.dflash import DraftHead
 from model.files import write_atomically
 from model.linear import weight_bytes
 
-FORMAT = 1  # of the cached costs: raise it when what is measured changes
+FORMAT = 2  # of the cached costs: raise it when what is measured changes
 ASKED = (1, 4, 8, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # row counts, where they are not the buckets'
 ASKED_FIRST = 16     # up to here always; beyond, only while the rule still adds nodes
-PROPOSED = (1, MAX_WIDTH)  # widths at which proposing is timed
 BEHIND = 2           # positions the drafter has to catch up with before a draft: about what a round commits
 WARM_UPS, REPEATS, LEAST_REPEATS = 2, 15, 3  # a short burst of other work should not outlast the median
 SPREAD, WORKED = 1.5, 0.5  # beyond this spread of AR's times, or under this share of a CPU, the probe was disturbed
@@ -64,13 +64,15 @@ class Costs:
 
     Attributes:
         packed, settle_ms: verify, walk and commit over n packed rows, by n, ascending
-        propose_ms: draft, tree and pack at the widths PROPOSED
+        propose_ms: draft, tree and pack at the widths `proposed`, both ascending: up to width L a draft scores one
+            position more a node, beyond only the tree grows
         steady: nothing disturbed the measurement, see `Timings`
     """
 
     packed: tuple[int, ...]
     settle_ms: tuple[float, ...]
-    propose_ms: tuple[float, float]
+    propose_ms: tuple[float, ...]
+    proposed: tuple[int, ...] = (1, MAX_WIDTH)
     steady: bool = True
 
     @property
@@ -79,9 +81,8 @@ class Costs:
         return self.propose_ms[0]
 
     def overhead_ms(self, N: int) -> float:
-        """h(N): what a larger tree takes beyond that, on a line between the two widths measured."""
-        narrow, wide = PROPOSED
-        return max(self.propose_ms[1] - self.propose_ms[0], 0.0) * (N - narrow) / (wide - narrow)
+        """h(N): what a larger tree takes beyond that, on straight lines between the widths measured."""
+        return CostModel.fit(self.proposed, self.propose_ms).at(N) - self.draft_ms
 
     def __str__(self) -> str:
         rows = ", ".join(f"{ms:.1f} ({n})" for n, ms in zip(self.packed, self.settle_ms))
@@ -200,11 +201,12 @@ class Passes:
     def costs(self, packed: Sequence[int], **protocol) -> Costs:
         """Of these row counts, AR's first, and of the draft; protocol: as for `measure`."""
         runs = {("settle", n): partial(self.settle, n) for n in packed}
-        runs |= {("propose", N): partial(self.propose, N) for N in PROPOSED}
+        proposed = sorted({1, self.state.depth, MAX_WIDTH})
+        runs |= {("propose", N): partial(self.propose, N) for N in proposed}
         found = self.measure(runs, **protocol)
         settle_ms = tuple(found.ms["settle", n] for n in packed)
-        propose_ms = tuple(found.ms["propose", N] for N in PROPOSED)
-        return Costs(tuple(packed), settle_ms, propose_ms, found.steady)
+        propose_ms = tuple(accumulate((found.ms["propose", N] for N in proposed), max))  # noise aside, they ascend
+        return Costs(tuple(packed), settle_ms, propose_ms, tuple(proposed), found.steady)
 
     def close(self) -> None:
         state = self.state
@@ -283,7 +285,7 @@ class FullProbe:
         """Markdown: the table, the fit, N* and why."""
         costs = self.costs
         times = " | ".join(f"{ms:.1f}" for ms in costs.settle_ms)
-        narrow, wide = costs.propose_ms
+        drafts = ", ".join(f"of {N} {ms:.2f} ms" for N, ms in zip(costs.proposed, costs.propose_ms))
         lines = [
             "| packed rows n | " + " | ".join(map(str, costs.packed)) + " |",
             "|---|" + "---:|" * len(costs.packed),
@@ -291,8 +293,7 @@ class FullProbe:
             "",
             f"- paper's probe on {self.device}: verify, walk and commit of random tokens after {self.prefix} "
             f"positions, medians of {PAPER_REPEATS} after {PAPER_WARM_UPS} warm-ups",
-            f"- fit from n = {FIT_FROM} on: {self.intercept:.2f} + {self.slope:.4f} n ms; draft with a tree of "
-            f"{PROPOSED[0]} {narrow:.2f} ms, of {PROPOSED[1]} {wide:.2f} ms",
+            f"- fit from n = {FIT_FROM} on: {self.intercept:.2f} + {self.slope:.4f} n ms; draft with a tree {drafts}",
         ]
         if not costs.steady:
             lines.append(f"- the probe was {DISTURBED}: measure again when it is quiet")
@@ -523,11 +524,9 @@ def read_costs(path: Path, key: dict) -> Costs | None:
 
 def costs_of(values: dict) -> Costs:
     """Costs from their JSON. KeyError, TypeError or ValueError for anything else."""
-    medians = (tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms"))
-    costs = Costs(*medians, steady=bool(values.get("steady", True)))
-    costs.model()  # refuses what is no measurement
-    if len(costs.propose_ms) != len(PROPOSED):
-        raise ValueError(f"times of {len(costs.propose_ms)} widths proposed, not {len(PROPOSED)}")
+    tables = {name: tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms", "proposed") if name in values}
+    costs = Costs(**tables, steady=bool(values.get("steady", True)))
+    costs.model(), costs.overhead_ms(1)  # refuse what is no measurement
     return costs
 
 

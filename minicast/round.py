@@ -212,8 +212,8 @@ def read_features(state: State, count: int) -> None:
         state.drafted = min(state.drafted + rows, state.prefix)
 
 
-def draft(state: State) -> Tensor:
-    """Step 1: one pass of the drafter over [b, mask × L] at positions P..P+L -> log q (L, V)."""
+def draft(state: State, depth: int | None = None) -> Tensor:
+    """Step 1: one pass of the drafter over [b, mask × L] at positions P..P+L -> log q (L, V), or its first `depth` rows."""
     if state.draft is None:
         raise UsageError("this method drafts, and the decoder has no draft head: give it one")
     rows = state.depth + 1
@@ -221,7 +221,7 @@ def draft(state: State) -> Tensor:
     block = torch.full((1, rows), state.draft.mask_token_id, device=state.P.device)
     block[:, :1] = state.root
     hidden = state.draft(block, state.draft_cache, state.window(state.rows[:rows], EVERYTHING), state.target)
-    return state.draft.log_q(hidden[0], state.target)
+    return state.draft.log_q(hidden[0, :depth], state.target)
 
 
 def pack(state: State, tree: Tree) -> None:
@@ -243,9 +243,9 @@ def pack(state: State, tree: Tree) -> None:
 
 def propose(state: State, request: Request, token_ids: Sequence[int], width: int) -> Tree:
     """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
-    proposal = Proposal(token_ids, width, request.rank_cap, lambda: draft(state), state.static, state.P.device)
+    score = lambda depth=None: draft(state, depth)
     try:
-        tree = request.method(proposal)
+        tree = request.method(Proposal(token_ids, width, request.rank_cap, score, state.static, state.P.device))
         if request.custom:
             from minicast.custom_method import check_tree
 

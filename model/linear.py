@@ -198,8 +198,8 @@ def _blocked_packed(weight: Tensor) -> Packed | None:
     """In float32, in oneDNN's blocked layout; None without oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return None
-    rows = 8  # the layout is chosen for so many input rows: a small tree; it serves any number
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
+    # The layout is chosen for 8 input rows, a small tree, and serves any number.
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
 
     def product(x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")

@@ -512,6 +512,19 @@ def test_generate_keeps_one_decoder_on_the_target(models):
     assert target.decoder is decoder
 
 
+@pytest.mark.parametrize("body", BODIES)
+def test_no_position_is_scored_that_the_tree_cannot_reach(models, body, monkeypatch):
+    """A node's depth is at most N, and on a small target each scored position costs a pass over the LM head."""
+    target, draft = models
+    decoder, scored = Decoder(target, draft, attention=body), []
+    score = draft.log_q
+    monkeypatch.setattr(draft, "log_q", lambda hidden, target: scored.append(len(hidden)) or score(hidden, target))
+    for method, width, rows in [("cast", 1, 1), ("cast", 3, 3), ("cast", 15, DEPTH), ("dflash", 3, DEPTH)]:
+        scored.clear()
+        decoder.generate(prompt_of(5), method=method, width=width, max_new_tokens=12)
+        assert scored and set(scored) == {rows}, (method, width)
+
+
 def test_a_round_copies_to_the_host_once_and_the_tree_once(models, monkeypatch):
     """Each copy is a device sync on a GPU. One `.tolist()` is the round's outcome, one the heap's input; the depth of
     the tree, and its building, read tensors that live on the host. No `.item()`, `.cpu()`, `.numpy()` at all."""

@@ -15,7 +15,7 @@ from graphs.masks import TILE
 from minicast import decode, probe
 from minicast.curve import MassCurve
 from minicast.decode import Decoder, Options
-from minicast.probe import LEARNED, PROPOSED, Costs, Deployment, Timings, interleaved
+from minicast.probe import LEARNED, Costs, Deployment, Timings, interleaved
 from minicast.round import BUCKETS
 from minicast.tree import best_first_tree, chain_tree
 from minicast.width import (
@@ -74,6 +74,9 @@ def table(monkeypatch):
     monkeypatch.setattr(probe, "interleaved", table.interleaved)
     monkeypatch.setattr(probe.Pace, "correction", 1.0)  # rounds take what the table says, not what they do here
     return table
+
+
+PROPOSED = (-1, -DEPTH, -127)  # as `table.asked` tells the widths that proposals are timed at
 
 
 # Measuring
@@ -169,7 +172,7 @@ def test_full_probe(target, draft, table):
     decoder = Decoder(target, draft)
     found = Deployment(decoder).full_probe()
     assert found.costs.packed == (1, 16, 24, 32, 48, 64, 96, 128)
-    assert table.asked == [*found.costs.packed, -PROPOSED[0], -PROPOSED[1]] \
+    assert table.asked == [*found.costs.packed, *PROPOSED] \
         and (table.protocol["warm_ups"], table.protocol["repeats"]) == (8, 30)
     packed, milliseconds = found.costs.packed, found.costs.settle_ms
     assert milliseconds == tuple(table.ms[n] for n in packed)
@@ -190,7 +193,7 @@ def test_probe_goes_on_only_while_the_rule_adds(target, draft, table):
     for name, ms in {"steep": STEEP, "flat": FLAT, "step": FLAT | {n: 90.0 for n in range(33, 129)}}.items():
         table.ms, table.asked = ms, []
         costs = Deployment(Decoder(target, draft)).costs_at(20, 20)
-        assert table.asked == [1, 4, 8, 16, -PROPOSED[0], -PROPOSED[1], *costs.packed[4:]]
+        assert table.asked == [1, 4, 8, 16, *PROPOSED, *costs.packed[4:]]
         widest[name] = costs.packed[-1]
         for file in (draft.directory / "cache" / "costs").iterdir():
             file.unlink()
@@ -256,12 +259,14 @@ def test_a_probe_between_two_turns_keeps_the_conversation(target, draft, body):
     assert short.token_ids == decoder.generate(prompt_of(5), width="auto", max_new_tokens=9).token_ids
 
 
-def test_overhead_is_a_line_between_two_widths():
+def test_overhead_goes_straight_between_the_widths_measured():
     costs = Costs((1, 16), (10.0, 12.0), (4.0, 4.0 + 1.26))
     assert costs.draft_ms == 4.0
     assert [costs.overhead_ms(N) for N in (1, 64, 127)] == pytest.approx([0, 0.63, 1.26])
     assert costs.times(())[0] == 10.0
     assert costs.times(())[15] == pytest.approx(12 + 4 + 0.14)
+    bent = Costs((1, 16), (10.0, 12.0), (4.0, 5.0, 6.2), (1, 7, 127))
+    assert [bent.overhead_ms(N) for N in (1, 4, 7, 67, 127)] == pytest.approx([0, 0.5, 1.0, 1.6, 2.2])
 
 
 # Mass curves

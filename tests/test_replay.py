@@ -355,7 +355,7 @@ def test_records_goes_on_and_analyses(command, tmp_path, monkeypatch, capsys):
         output = Decoder(target).generate(example.prompt, method="ar", max_new_tokens=12, stop_ids=())
         assert list(example.response) == output.token_ids
 
-    monkeypatch.setattr(train_data, "_answer_batch", None)
+    monkeypatch.setattr(train_data, "continue_batch", None)
     monkeypatch.setattr(replay, "record", None)
     assert command()[0] == 0
     monkeypatch.setattr(replay.Choice, "load", None)
@@ -407,7 +407,7 @@ def test_a_new_head_drafts_again_over_the_same_answers(command, tmp_path, monkey
     """A head that was trained further keeps its name; its drafts must not mix with the old weights'."""
     _, out = command()
     old = {file.name: Recording.load(file) for file in out.glob("*.safetensors")}
-    monkeypatch.setattr(train_data, "_answer_batch", None)
+    monkeypatch.setattr(train_data, "continue_batch", None)
     write_tiny_draft(tmp_path / "draft", seed=9, max_position_embeddings=256)
     assert command()[0] == 0
     new = {file.name: Recording.load(file) for file in out.glob("*.safetensors") if file.name not in old}
