@@ -193,6 +193,8 @@ class Choice:
             with LoadingBar(f"head of {self.draft}") as bar:
                 draft = load_draft(self.draft, placement.dtype, placement.device, progress=bar)
             frequent = frequent_tokens(draft)[:vocabulary] if vocabulary is not None else []
+            if len(frequent) < (vocabulary or 0):
+                print(f"--draft-vocabulary {vocabulary}: {len(frequent)} tokens are listed beside the head", file=sys.stderr)
         with LoadingBar(self.target) as bar:
             target = load_target(self.target, placement.dtype, placement.device, progress=bar)
         if draft:

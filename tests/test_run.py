@@ -170,6 +170,9 @@ def test_draft_vocabulary_reaches_the_head(cli, spy, models):
     assert status == 2 and "frequent_tokens.json is missing" in err and err.count("\n") == 1
     file.write_text('{"tokens": [9, 4, 200, 7]}')
     try:
+        status, _, err = cli("--draft-vocabulary", "3")
+        assert status == 0 and "listed" not in err
+        assert "--draft-vocabulary 5: 4 tokens are listed beside the head" in cli("--draft-vocabulary", "5")[2]
         assert cli("--draft-vocabulary", "3")[0] == 0
     finally:
         file.unlink()
