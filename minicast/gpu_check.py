@@ -502,11 +502,11 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--shape {arguments.shape}: choose from {', '.join(SHAPES)}")
     if arguments.shape != "tiny" and not torch.cuda.is_available():
         raise UserError("--gpu-check needs a CUDA device; rehearse it elsewhere with --shape tiny")
-    if not torch.cuda.is_available():
-        print("gpu-check: no CUDA device, so this is a rehearsal on the CPU: none of its figures is a GPU's", file=sys.stderr)
     out = arguments.out or Path("gpu-check")
     check_directory(out, "--out")
     findings = Findings(out)
+    if not torch.cuda.is_available():
+        print("gpu-check: no CUDA device, so this is a rehearsal on the CPU: none of its figures is a GPU's", file=sys.stderr)
     findings.clear()
     for stage in STAGES:
         launch(stage, arguments.shape, findings)
