@@ -200,21 +200,23 @@ class Choice:
         if draft:
             check_pair(draft.config, target.config)
             if frequent:
+                if max(frequent) >= target.vocab_size:
+                    file = draft.directory / FREQUENT_TOKENS
+                    raise UserError(f"{file} holds ids beyond the target's vocabulary of {target.vocab_size}")
                 draft.restrict(frequent, target)
         return target, draft
 
 
 def frequent_tokens(draft: DraftHead) -> list[int]:
     """Token ids that lie beside a head, the most frequent first; at least one."""
-    vocab_size = draft.config.vocab_size
     file = draft.directory / FREQUENT_TOKENS
     form = '{"tokens": [token ids, the most frequent first]}'
     if not file.is_file():
         missing = f"{file} is missing; heads of model.train_dflash have one, for others write {form} there"
         raise UsageError(f"--draft-vocabulary: {missing}")
     tokens = read_json(file).get("tokens")
-    if not isinstance(tokens, list) or not tokens or not all(type(t) is int and 0 <= t < vocab_size for t in tokens):
-        raise UserError(f"{file} must hold {form}, with ids of the vocabulary of {vocab_size}")
+    if not isinstance(tokens, list) or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
+        raise UserError(f"{file} must hold {form}")
     return tokens
 
 

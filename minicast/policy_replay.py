@@ -20,7 +20,7 @@ from minicast.probe import DISTURBED, Costs, costs_of, decide_by, policy_of
 from minicast.prompts import EVERYTHING
 from minicast.replay import Replayable, committed
 from minicast.tree import RANK_CAP
-from minicast.width import BackOff, FixedWidth, Policy
+from minicast.width import BackOff, FixedWidth, Policy, round_times
 from model.errors import UsageError
 from model.files import read_text
 
@@ -122,7 +122,12 @@ def compare(
     def choosing(name: str) -> Callable[[BackOff], Policy]:
         return lambda back_off: policy_of(name, decision, costs, buckets, back_off)
 
-    chosen = {name: by_domain(domains, choosing(name), times, costs.draft_ms) for name in ("auto", "round")}
+    widest_ms = costs.proposal_ms(widest)  # what `round` proposes, whatever it keeps
+    after_widest = round_times(costs.model(buckets), widest, widest_ms)
+    chosen = {
+        "auto": by_domain(domains, choosing("auto"), times, costs.draft_ms),
+        "round": by_domain(domains, choosing("round"), after_widest, widest_ms),
+    }
     names = [*domains, EVERYTHING]
     return Policies(
         decision.width,

@@ -23,6 +23,7 @@ from math import inf
 from pathlib import Path
 from statistics import median, quantiles
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -72,7 +73,7 @@ class Costs:
     packed: tuple[int, ...]
     settle_ms: tuple[float, ...]
     propose_ms: tuple[float, ...]
-    proposed: tuple[int, ...] = (1, MAX_WIDTH)
+    proposed: tuple[int, ...] = (1, MAX_WIDTH)  # what files name that do not say
     steady: bool = True
 
     @property
@@ -82,12 +83,19 @@ class Costs:
 
     def overhead_ms(self, N: int) -> float:
         """h(N): what a larger tree takes beyond that, on straight lines between the widths measured."""
-        return CostModel.fit(self.proposed, self.propose_ms).at(N) - self.draft_ms
+        return self.proposal_ms(N) - self.draft_ms
+
+    def proposal_ms(self, N: int) -> float:
+        """Of a draft with a tree of N nodes."""
+        return float(np.interp(N, self.proposed, self.propose_ms))
 
     def __str__(self) -> str:
-        rows = ", ".join(f"{ms:.1f} ({n})" for n, ms in zip(self.packed, self.settle_ms))
+        drafts, rows = (
+            ", ".join(f"{ms:.1f} ({count})" for count, ms in zip(counts, times))
+            for counts, times in ((self.proposed, self.propose_ms), (self.packed, self.settle_ms))
+        )
         disturbed = "" if self.steady else f"; the probe was {DISTURBED}"
-        return f"draft {self.draft_ms:.1f} ms; ms by packed rows, of which 1 is AR: {rows}{disturbed}"
+        return f"ms of a draft by nodes: {drafts}; ms by packed rows, of which 1 is AR: {rows}{disturbed}"
 
     def model(self, buckets: Sequence[int] = ()) -> CostModel:
         return CostModel.fit(self.packed, self.settle_ms, buckets)
@@ -254,7 +262,7 @@ def wants_more(costs: Costs, masses: Sequence[float], buckets: Sequence[int]) ->
 def paper_probe(decoder: Decoder, prefix: int) -> Costs:
     """Table 5's protocol: random packed tokens after `prefix` positions, 8 warm-ups and 30 timed passes a count.
 
-    What is timed is the pass that runs, walk and commit included; the draft likewise, with trees of two widths.
+    What is timed is the pass that runs, walk and commit included; the draft likewise, with trees of three widths.
     """
     passes = Passes(decoder, prefix)
     try:
@@ -446,7 +454,7 @@ def policy_of(
         return AutoWidth(decision.width, times, back_off)
     rate = max(decision.tokens_per_second.values()) / 1e3 if decision else 1.0 / times[0]
     widest = len(times) - 1
-    draft_ms = costs.draft_ms + costs.overhead_ms(MAX_WIDTH if learn else widest)  # whatever is kept of the tree
+    draft_ms = costs.proposal_ms(MAX_WIDTH if learn else widest)  # whatever is kept of the tree
     return RoundWidth(round_times(costs.model(buckets), widest, draft_ms), draft_ms, rate, back_off, learn)
 
 
@@ -526,7 +534,7 @@ def costs_of(values: dict) -> Costs:
     """Costs from their JSON. KeyError, TypeError or ValueError for anything else."""
     tables = {name: tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms", "proposed") if name in values}
     costs = Costs(**tables, steady=bool(values.get("steady", True)))
-    costs.model(), costs.overhead_ms(1)  # refuse what is no measurement
+    costs.model(), costs.proposal_ms(1)  # refuse what is no measurement
     return costs
 
 

@@ -1,12 +1,13 @@
 """How wide the tree should be: the stopping rule of Theorem 2 on a measured cost (paper, §3.3).
 
-Widening the tree costs no drafting, only verification. With rho_N the mass of the N-th best candidate, a tree
+Widening the tree costs no further draft, only verification. With rho_N the mass of the N-th best candidate, a tree
 of width N commits 1 + g(N) tokens a round, g(N) = rho_1 + ... + rho_N, and a round takes
 
     l(N) = draft + h(N) + target(1 + N) milliseconds,
 
-h being what packing and gathering cost. The next node takes l(N+1) - l(N), and in that time the decoder would have
-produced so many tokens times its throughput f(N) = (1 + g(N)) / l(N). So it is worth adding, if and only if
+h being what packing and gathering cost, and scoring one more of the block's positions while the tree may reach it. The
+next node takes l(N+1) - l(N), and in that time the decoder would have produced so many tokens times its throughput
+f(N) = (1 + g(N)) / l(N). So it is worth adding, if and only if
 
     rho_(N+1) >= f(N) · (l(N+1) - l(N)).
 

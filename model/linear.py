@@ -29,7 +29,7 @@ HALF_TOP = 14  # largest weight is scaled into [2^14, 2^15): half precision over
 
 SLICE = 4096  # rows checked at a time, so that the check needs little memory beside the weights
 
-FEW_ROWS = 16  # input rows whose sums a compiled product can keep in registers
+FEW_ROWS = 16  # input rows up to which one loop over the weights is faster than widening them first
 PANEL = 16  # outputs that it computes side by side: a register of float32, or two
 STREAMS = 4  # panels that it reads at a time, if the sums of all rows over them fit into registers
 SUMS = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 4  # that do, PANEL wide
@@ -142,7 +142,7 @@ def panel_product(x: Tensor, panels: Tensor) -> Tensor:
     """x (M, K) float32, M ≤ FEW_ROWS; panels (P, K, PANEL) of any width -> (M, P·PANEL). To be compiled on a CPU.
 
     Each row of x is a sum of its own over the same K: that is what makes Inductor fuse them in one loop, where a slice
-    of a panel is loaded and widened once for all rows, and the sums stay in registers. One row alone waits for
+    of a panel is loaded and widened once for all rows, and sums stay in registers, as far as these suffice. One row alone waits for
     memory, and less so if it reads several panels at a time; a few rows wait for the sum before, and less so then, too.
     """
     # as_strided puts x into memory: without it, Inductor computes x again in every turn of the loop.

@@ -139,7 +139,7 @@ class Tokenizer:
             has_system = any(message["role"] == "system" for message in messages)
             raise UserError(
                 f"the chat template of {self.directory} refuses this conversation: {one_line(error)}; "
-                + ("leave out --system" if has_system else "use --raw to do without it")
+                + ("leave out --system" if has_system else "run.py --raw does without it")
             ) from error
 
     @cached_property
@@ -155,7 +155,7 @@ class Tokenizer:
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         if source is None:
             raise UserError(
-                f"{self.directory} has no chat template: use --raw, which continues plain text without one"
+                f"{self.directory} has no chat template: run.py --raw continues plain text without one"
             )
 
         def raise_exception(message):
@@ -178,7 +178,7 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise UserError(
                 f"the chat template of {self.directory} cannot be read: {one_line(error)}; "
-                "use --raw to do without it"
+                "run.py --raw does without it"
             ) from error
 
 

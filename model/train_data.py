@@ -2,7 +2,7 @@
 
 Three steps, each resumable, so that a run can be killed at any moment:
 
-1. prompts: JSONL files, one prompt a line
+1. prompts: of JSONL files, of templates, or in the target's own words, see model/train_prompts.py
 2. responses: the target's greedy answers, a JSONL of [prompt ids, response ids]. Only the target's own text will do:
    the head is asked what the target says next, not what somebody else would
 3. features: one pass of the target over each answer gives the tap features that the head reads and the target's
@@ -34,6 +34,7 @@ from model.transformer import KVCache, Target, Window
 LABELS = 32  # most probable tokens kept at each position
 HARD = 0.5  # share of a label that lies on the token that came
 DECAY = 0.75  # weight of a depth relative to the one before: a token counts only if all before it were accepted
+AT_ONCE = 40_000  # positions of answers that are written together: of SmolLM2 they take 1.8 GB in float32
 PAD = 64  # contexts are padded to a multiple, so that a compiled pass meets few shapes
 
 
@@ -94,13 +95,11 @@ def answer(
     file: str | Path,
     stop_ids: Iterable[int],
     max_new_tokens: int = 160,
-    batch: int = 192,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Append the target's greedy answers to those of `prompts` (token ids) that `file` has no answer to yet.
 
-    Prompts of like length go together, padded on the left: rotary positions are relative, so one position a column
-    serves every row. Rows that have ended leave the batch when a quarter of it has.
+    Prompts of like length go together, as many as have AT_ONCE positions with their answers.
     """
     file = Path(file)
     whole = read_responses(file) if file.exists() else []
@@ -112,9 +111,12 @@ def answer(
         left_out = f"{lost} of {len(prompts)} prompts are left out"
         warnings.warn(f"{left_out}: with {max_new_tokens} new tokens they exceed the context of {target.context}")
     todo = sorted(fitting - answered, key=lambda prompt: (len(prompt), prompt))
-    batches = [todo[start : start + batch] for start in range(0, len(todo), batch)]
+    done, total, batches = len(answered), len(answered) + len(todo), []
+    while todo:
+        rows = max(AT_ONCE // (len(todo[-1]) + max_new_tokens), 1)
+        batches.append(todo[-rows:])
+        del todo[-rows:]
     random.Random(0).shuffle(batches)  # so that what an interrupted run leaves holds all lengths
-    done, total = len(answered), len(answered) + len(todo)
     for rows in batches:
         responses = continue_batch(target, rows, set(stop_ids), max_new_tokens)
         with open(file, "a", encoding="utf-8") as out:
@@ -144,6 +146,9 @@ def continue_batch(
 ) -> list[list[int]]:
     """Up to `limit` tokens after each of a batch of prompts, a token of `stop` included where one ended it.
 
+    Prompts are padded on the left: rotary positions are relative, so one position a column serves every row. Rows that
+    have ended leave the batch when a quarter of it has.
+
     choose: logits (B, V) -> tokens (B,)
     """
     device, width = target.device, max(map(len, prompts))
@@ -161,10 +166,9 @@ def continue_batch(
         tokens = choose(target.logits(hidden[:, -1]))
         kept = []  # rows of the batch that go on
         for row, token in enumerate(tokens.tolist()):
-            response = responses[alive[row]] if alive[row] is not None else None
-            if response is None:
+            if alive[row] is None:
                 continue
-            response.append(token)
+            responses[alive[row]].append(token)
             if token in stop:
                 alive[row] = None
             else:
@@ -356,25 +360,34 @@ class Sampler:
         self.random.setstate((version, tuple(numbers), gauss))
 
 
+def by_domain(examples: list[Example]) -> dict[str, list[Example]]:
+    groups: dict[str, list[Example]] = {}
+    for example in examples:
+        groups.setdefault(example.domain, []).append(example)
+    return groups
+
+
+def digest(*values) -> str:
+    """Names values by a few letters, the same in every run."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:20]
+
+
 def interleave(examples: list[Example]) -> list[Example]:
     """A fixed shuffle in which every stretch holds all domains in proportion."""
-    by_domain: dict[str, list[Example]] = {}
-    for example in examples:
-        by_domain.setdefault(example.domain, []).append(example)
     placed = []
-    for group in by_domain.values():
+    for group in by_domain(examples).values():
         random.Random(0).shuffle(group)
         placed += [((index + 0.5) / len(group), example) for index, example in enumerate(group)]
     return [example for _, example in sorted(placed, key=lambda pair: pair[0])]
 
 
 def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and `held_out` of each domain to validate on; a prompt is on one side only."""
-    ordered = interleave(examples)
-    apart, count = set(), {}
-    for example in ordered:
-        count[example.domain] = count.get(example.domain, 0) + 1
-        if count[example.domain] <= held_out:
-            apart.add(example.prompt)
+    """Examples to train on, and those of `held_out` prompts of each domain to validate on.
+
+    The prompts decide, not their order: where more of them join, nothing moves from training to validation.
+    """
+    ordered, apart = interleave(examples), set()
+    for group in by_domain(examples).values():
+        apart.update(sorted({example.prompt for example in group}, key=digest)[:held_out])
     kept = [example for example in ordered if example.prompt not in apart]
     return kept, [example for example in ordered if example.prompt in apart]

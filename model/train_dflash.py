@@ -1,4 +1,4 @@
-"""Train a DFlash head for a target: python -m model.train_dflash --target T --prompts FILE... --out DIR
+"""Train a DFlash head for a target: python -m model.train_dflash --target T --own-prompts N --out DIR
 
 The target answers the prompts, and the head learns to draft these answers: given the tap features before a position
 and the token at it (the root), the L tokens after it. Every position of an answer is such an anchor, and one pass
@@ -48,6 +48,7 @@ from model.train_data import (
     ReadingCache,
     Sampler,
     answer,
+    digest,
     make_batch,
     read_responses,
     split,
@@ -74,6 +75,7 @@ class Progress:
             machine that is suspended or busy with something else does not use up the schedule
         predicted: tokens that the loss was taken over
         best: highest held-out R of the tree so far
+        held_out: a digest of the prompts that are held out: R of others compares with none of these
         curve: one entry a validation: minutes, steps, predicted, and R by domain and method
     """
 
@@ -81,6 +83,7 @@ class Progress:
     seconds: float = 0.0
     predicted: int = 0
     best: float = 0.0
+    held_out: str = ""
     curve: list[dict] = field(default_factory=list)
 
 
@@ -215,7 +218,8 @@ class Trainer:
     def run(self) -> None:
         """Train until the budget is used."""
         progress = self.progress
-        if not progress.curve:
+        if progress.held_out != (now := digest(*sorted(example.prompt for example in self.held_out))):
+            progress.held_out, progress.best = now, 0.0  # the run begins, or files have joined
             self.validate()
         validate_every = min(VALIDATE_MINUTES * 60, self.budget / 4)
         due, saved = progress.seconds + validate_every, progress.seconds
@@ -355,7 +359,8 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], li
     for file in arguments.prompts:  # files of one name, in different directories, are one domain
         prompts.setdefault(file.stem, []).extend(prompt.text for prompt in read_prompts([file], None))
     if arguments.templates:
-        prompts |= {f"templates-{domain}": template_prompts(domain, arguments.templates) for domain in TEMPLATES}
+        for domain in TEMPLATES:
+            prompts.setdefault(f"templates-{domain}", []).extend(template_prompts(domain, arguments.templates))
     responses = [example for file in arguments.responses for example in read_responses(file)]
     if not any(prompts.values()) and not responses and not arguments.own_prompts:
         raise UsageError("nothing to learn from: give --prompts, --own-prompts, --templates or --responses")
@@ -372,7 +377,8 @@ def gather_answers(
         claim(work, {"target": arguments.target, "max_new_tokens": arguments.max_new_tokens})
     if count := arguments.own_prompts:
         written = lambda done, total: bar(done / total, f"{done} of {total} prompts in the target's own words")
-        prompts = prompts | {OWN: own_prompts(target, tokenizer, count, work / f"{OWN}.prompts", written)}
+        own = own_prompts(target, tokenizer, count, work / f"{OWN}.prompts", written)
+        prompts = prompts | {OWN: [*prompts.get(OWN, ()), *own]}
     for domain, texts in prompts.items():
         file = work / f"{domain}.jsonl"
 
@@ -386,6 +392,8 @@ def gather_answers(
         if not example.prompt or not all(0 <= token < target.vocab_size for token in example.tokens):
             what = f"ids of the target's vocabulary of {target.vocab_size}"
             raise UserError(f"{example.domain}: every answer must be {what}, after a prompt of at least one")
+    if not examples:
+        raise UserError("nothing to learn from: there is no prompt that the target could answer")
     examples = [example for example in examples if len(example.response) > 1]
     if not examples:
         raise UserError("nothing to learn from: every answer has fewer than two tokens")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from model.errors import UserError
+from model.files import write_atomically
 from model.tokenizer import Tokenizer
 from model.train_data import continue_batch, read_lines
 from model.transformer import Target
@@ -478,6 +479,7 @@ def own_prompts(
     """
     file, stop = Path(file), set(tokenizer.stop_ids)
     texts = dict.fromkeys(read_lines(file)) if file.exists() else {}
+    write_atomically(file, "".join(json.dumps(text) + "\n" for text in texts))  # less one that was cut
     generator = torch.Generator(target.device).manual_seed(len(texts))
 
     def choose(logits: Tensor) -> Tensor:

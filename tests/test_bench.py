@@ -807,7 +807,7 @@ def test_costs_are_told_for_every_prefix(models, tmp_path, monkeypatch):
     report, text = json.loads(out.read_text()), out.with_suffix(".md").read_text()
     assert list(report["costs"]) == ["16", "64"] and report["buckets"] == list(round.BUCKETS)
     for prefix in (16, 64):
-        assert f"- costs that auto went by at a prefix of {prefix} positions: draft " in text
+        assert f"- costs that auto went by at a prefix of {prefix} positions: ms of a draft by nodes: " in text
     assert "- rounds are padded to 1, 16, 24, " in text
     measured = Measured.read(out)
     assert list(measured.costs) == [16, 64] and measured.buckets == round.BUCKETS

@@ -160,3 +160,10 @@ def test_padded_rounds_cost_their_bucket(answers):
     assert (padded.predicted, free.predicted) == (7, 3)  # what a bucket holds beyond three nodes costs nothing
     assert padded.chosen["tiny"]["round"] == padded.chosen["tiny"]["auto"]  # which fills it, too, every time
     assert free.chosen["tiny"]["round"] != free.chosen["tiny"]["auto"]
+
+
+def test_a_round_is_charged_what_it_proposes_not_what_it_keeps(answers):
+    """`round` lets the drafter score all that the widest tree may reach, and keeps a node or two of it."""
+    dear = Costs((1, 4, 16), (10.0, 10.0, 10.0), (0.1, 500.0, 500.0), (1, 7, 127))
+    curve = MassCurve([0.5 / rank for rank in range(1, 128)], [0.0] * 7, [], [])
+    assert compare({"tiny": answers}, curve, dear).chosen["tiny"]["round"] < 0.8

@@ -178,10 +178,14 @@ def test_draft_vocabulary_reaches_the_head(cli, spy, models):
         file.unlink()
     assert spy["decoder"].draft.vocabulary.tolist() == [4, 9, 200]
     assert cli("--draft-vocabulary", "0")[0] == 2
-    for damaged in ('{"ids": [1]}', '{"tokens": []}', '{"tokens": [1, 99999]}', '{"tokens": ["a"]}', '{"tokens": 7}'):
+    form, beyond = 'must hold {"tokens": [token ids', "holds ids beyond the target's vocabulary of 256"
+    for damaged, told in (
+        ('{"ids": [1]}', form), ('{"tokens": []}', form), ('{"tokens": ["a"]}', form), ('{"tokens": 7}', form),
+        ('{"tokens": [1, -1, 2]}', form), ('{"tokens": [1, 99999, 2]}', beyond),
+    ):
         file.write_text(damaged)
         status, _, err = cli("--draft-vocabulary", "3")
-        assert status == 1 and 'must hold {"tokens": [token ids' in err and err.count("\n") == 1
+        assert status == 1 and told in err and err.count("\n") == 1
 
 
 def test_attention_flag_reaches_the_decoder(cli, spy):

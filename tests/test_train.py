@@ -11,7 +11,7 @@ from tiny import random_tensors, tiny_target_config, write_byte_tokenizer, write
 
 from minicast import Decoder
 from minicast.prompts import read_prompts
-from model import load_draft, load_target, load_tokenizer
+from model import load_draft, load_target, load_tokenizer, train_data
 from model.errors import UsageError, UserError
 from model.files import claim
 from model.train_data import (
@@ -23,6 +23,7 @@ from model.train_data import (
     answer,
     make_batch,
     read_responses,
+    split,
 )
 from model.train_dflash import WIDTH, Trainer, flags, prepare, read_inputs, replay, unused_token
 from model.train_head import SoftCrossEntropy, block_states, loaded_head, save_head
@@ -154,7 +155,7 @@ def test_readings_are_the_targets_own_and_survive(tmp_path, target):
     assert example not in ReadingCache(tmp_path / "readings", None, (0,), "tiny")
 
 
-def test_batched_answers_are_the_decoders(tmp_path, target):
+def test_batched_answers_are_the_decoders(tmp_path, target, monkeypatch):
     """Prompts of unlike length in one batch, rows ending at unlike times: each answer is what the decoder gives
     alone. A file cut in its last line is gone on with. Guards padding that is seen, rows mixed up when the batch
     shrinks, and an answer lost or doubled by a kill."""
@@ -163,10 +164,12 @@ def test_batched_answers_are_the_decoders(tmp_path, target):
     alone = [Decoder(target).generate(p, method="ar", max_new_tokens=30).token_ids for p in prompts]
     stop = {alone[0][4], alone[1][9], alone[3][2]}
     file = tmp_path / "answers.jsonl"
-    answer(target, prompts[:3], file, stop, max_new_tokens=30, batch=2)
+    monkeypatch.setattr(train_data, "AT_ONCE", 2 * 39)
+    answer(target, prompts[:3], file, stop, max_new_tokens=30)
     whole = file.read_text()
     file.write_text(whole[:-20])
-    answer(target, prompts, file, stop, max_new_tokens=30, batch=4)
+    monkeypatch.setattr(train_data, "AT_ONCE", 4 * 37)
+    answer(target, prompts, file, stop, max_new_tokens=30)
     found = {example.prompt: list(example.response) for example in read_responses(file)}
     assert len(read_responses(file)) == len(prompts)
     for prompt in prompts:
@@ -217,6 +220,33 @@ def test_a_resumed_run_keeps_the_mask_token(tmp_path, target):
     assert resumed.draft.mask_token_id != 77
     resumed.resume()
     assert resumed.draft.mask_token_id == 77
+
+
+def test_what_joins_later_moves_nothing_from_training_to_validation():
+    """A prompt that was trained on would be learnt by heart, and R on it say nothing."""
+    examples = [random_example(seed) for seed in range(40)]
+    train, held_out = split(examples[:20], 3)
+    assert len({example.prompt for example in held_out}) == 6 and len(train) == 14  # of each of two domains
+    later_train, later = split(examples, 3)
+    assert len(later) == 6 and not {example.prompt for example in train} & {example.prompt for example in later}
+    assert {example.prompt for example in later_train} | {example.prompt for example in later} == \
+        {example.prompt for example in examples}
+
+
+def test_R_on_other_held_out_answers_begins_anew(tmp_path, target):
+    """The best of easy ones would keep every later head of the same run from being saved."""
+    trainer = small_trainer(tmp_path, target, minutes=1e-6)
+    trainer.run()
+    trainer.progress.best = 99.0
+    trainer.save()
+    same, other = small_trainer(tmp_path, target, minutes=1e-6), small_trainer(tmp_path, target, minutes=1e-6)
+    other.held_out = other.held_out[:1]
+    (tmp_path / "out" / "model.safetensors").unlink()
+    for resumed, best in (same, 99.0), (other, pytest.approx(1.5, abs=0.6)):
+        resumed.resume()
+        resumed.run()
+        assert resumed.progress.best == best
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("line", ["[[1, 2], [5, 99999, 7]]", "[[], [5, 6, 7]]", "[[-1], [5, 6, 7]]"])
@@ -323,7 +353,7 @@ def test_a_head_learns_a_repeating_grammar_within_a_minute(tmp_path):
     target = load_target(directory, device="cpu")
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, 60, (256, 4), generator=generator).tolist()
-    answer(target, prompts, tmp_path / "answers.jsonl", (), max_new_tokens=40, batch=128)
+    answer(target, prompts, tmp_path / "answers.jsonl", (), max_new_tokens=40)
     command = f"--target {directory} --responses {tmp_path / 'answers.jsonl'} --out {tmp_path / 'head'} --layers 1"
     trainer = prepare(flags().parse_args([*command.split(), "--minutes", "1", "--rate", "3e-3"]))
     trainer.run()
@@ -451,6 +481,10 @@ def test_prompts_in_the_targets_own_words(tmp_path):
     assert own_prompts(target, tokenizer, 5, file) == few and file.read_text() == lines
     more = own_prompts(target, tokenizer, len(lines.splitlines()) + 1, file)
     assert more[:5] == few and file.read_text().startswith(lines) and len(set(more)) == len(more)
+    file.write_text(lines[:-3])  # a kill cut the last line
+    again = own_prompts(target, tokenizer, len(lines.splitlines()) + 1, file)
+    assert again[:5] == few and len(again) == len(set(again)) == len(more)
+    assert [json.loads(line) for line in file.read_text().splitlines()][: len(again)] == again
 
 
 def test_own_words_that_never_end_or_cannot_begin(tmp_path):
