@@ -56,7 +56,6 @@ CURVE_ROUNDS = 1500  # the paper's curve rests on so many; below, a warning
 SHAPE_WIDTH = 47    # where the paper compares shapes of trees
 SCHEDULE = (8, 4, 2, 2)  # the paper's fixed schedule: children of a node by depth, one below that
 BINS = 10           # of q, for its reliability
-BATCH = 32          # prompts answered together
 BLOCKS = 32         # blocks drafted in one pass: bounds the memory of their logits
 TABLE_WIDTHS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
 
@@ -647,7 +646,7 @@ def record_prompts(arguments: argparse.Namespace) -> None:
     file = arguments.out / "answers.jsonl"
     with tqdm(total=len(domains), desc="answering", unit="prompt", disable=None) as bar:
         train_data.answer(
-            target, list(domains), file, tokenizer.stop_ids, arguments.max_new_tokens, BATCH,
+            target, list(domains), file, tokenizer.stop_ids, arguments.max_new_tokens,
             progress=lambda done, total: bar.update(done - bar.n),
         )
     examples = [example for example in train_data.read_responses(file) if example.prompt in domains]
