@@ -334,6 +334,7 @@ class Trust:
 
 
 BUDGET = 1.0       # AR tokens of time that an answer at least may lose before drafting pauses: 0.8 % of 128
+RECORDED_BUDGET = 3.0  # the same where it was recorded that drafting pays, or nearly: texts may begin hard
 BANK = 6.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
 RECORDED_TRY_SHARE = 0.02  # the same where it was recorded that drafting pays, or nearly: the alarm may have been false
@@ -390,7 +391,7 @@ class BackOff:
         recorded = decision.recorded if decision else None
         pays = recorded is not None and recorded > NEARLY * decision.break_even * self.pace.correction
         self.try_share = RECORDED_TRY_SHARE if pays else TRY_SHARE
-        self.purse = max(self.purse, BUDGET)
+        self.purse = max(self.purse, RECORDED_BUDGET if pays else BUDGET)
         if pays:
             self.ar_tokens_left = self._pauses = 0
 

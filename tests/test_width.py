@@ -13,7 +13,8 @@ import torch
 
 from minicast.tree import Tree
 from minicast.width import (
-    BANK, BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, LENT, MAX_WIDTH, MEMORY, RECORDED_TRY_SHARE,
+    BANK, BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, LENT, MAX_WIDTH, MEMORY, RECORDED_BUDGET,
+    RECORDED_TRY_SHARE,
     TRUSTED_FROM, TRY_SHARE, AutoWidth, BackOff, CostModel, FixedWidth, Pace, RoundWidth, Trust, clamp_width, decide,
     paying_width, round_times, stopping_width,
 )
@@ -332,11 +333,11 @@ def test_back_off_starts_afresh_with_an_answer():
     play(back_off, 90, committed=1)
     assert not back_off.drafting
     back_off.begin(record)
-    assert back_off.drafting and back_off.purse == BUDGET
+    assert back_off.drafting and back_off.purse == RECORDED_BUDGET
     play(back_off, 10, committed=4)
     saved = back_off.purse
     back_off.begin(record)
-    assert back_off.purse == saved > BUDGET
+    assert back_off.purse == saved > RECORDED_BUDGET
 
 
 def test_a_head_of_which_nothing_good_is_known_has_no_fresh_start():
