@@ -334,7 +334,7 @@ class Trust:
 
 
 BUDGET = 1.0       # AR tokens of time that an answer at least may lose before drafting pauses: 0.8 % of 128
-RECORDED_BUDGET = 3.0  # the same where it was recorded that drafting pays, or nearly: texts may begin hard
+RECORDED_BUDGET = 2.0  # the same where it was recorded that drafting pays, or nearly: texts may begin hard
 BANK = 6.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
 TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
 RECORDED_TRY_SHARE = 0.02  # the same where it was recorded that drafting pays, or nearly: the alarm may have been false

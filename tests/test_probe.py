@@ -395,8 +395,9 @@ SAMPLED = {"temperature": 1.0, "seed": 3}
 @pytest.mark.parametrize("width, ms, options", [
     ("auto", FLAT, {}), ("auto", FLAT, SAMPLED), ("round", FLAT, SAMPLED), ("round", STEEP, {}),
 ], ids=["auto", "auto-sampled", "round-sampled", "round-steep"])
-def test_adaptive_widths_give_the_autoregressive_tokens(target, draft, table, body, width, ms, options):
+def test_adaptive_widths_give_the_autoregressive_tokens(target, draft, table, body, width, ms, options, monkeypatch):
     """Trimmed trees, pauses and drafts after pauses change no token, and the caches serve a next turn."""
+    monkeypatch.setattr(widths, "RECORDED_BUDGET", 1.0)  # so that it pauses early
     ship(draft, accepted=GOOD)
     table.ms = ms
     decoder = Decoder(target, draft, attention=body, max_length=128)

@@ -419,7 +419,7 @@ def test_trust_begins_as_recorded():
     back_off = BackOff()
     back_off.begin(SimpleNamespace(recorded=2.2, promised=2.5, break_even=1.8))
     back_off.observe(True, 5, 1.6e-3, promised=1.0, predicted_ms=1.6, ar_ms=1.0)
-    assert back_off.purse == pytest.approx(BUDGET + 1.8 - 1.6)  # not the luck of that round
+    assert back_off.purse == pytest.approx(RECORDED_BUDGET + 1.8 - 1.6)  # not the luck of that round
     trust = back_off.trust
     back_off.begin(SimpleNamespace(recorded=2.2, promised=2.5, break_even=1.8))
     assert back_off.trust is trust and trust != Trust.of(SimpleNamespace(recorded=2.2, promised=2.5))
@@ -441,7 +441,7 @@ def test_an_answer_is_lent_a_few_tokens_on_masses_that_are_wrong():
 
 def test_masses_tell_hard_texts_from_easy_ones():
     """Answers of two kinds, told apart by the masses or not: where they are, a session takes less time, and the hard
-    answers cost next to nothing. Means over 400 answers of 128 tokens."""
+    answers cost little. Means over 400 answers of 128 tokens."""
     ar_tokens, kinds = 1.8, (0.35, 0.6)
 
     def session(informed: bool) -> list[float]:
@@ -455,7 +455,7 @@ def test_masses_tell_hard_texts_from_easy_ones():
         return spent
 
     (hard, easy), (guessed_hard, guessed_easy) = session(True), session(False)
-    assert hard < 1.02 and easy < ar_tokens / mean_length(kinds[1]) * 1.05
+    assert hard < 1.04 and easy < ar_tokens / mean_length(kinds[1]) * 1.05
     assert hard + easy < guessed_hard + guessed_easy - 0.02
 
 
@@ -470,8 +470,9 @@ def test_pauses_are_short_where_drafting_was_recorded_to_pay(recorded, slower, s
         back_off.pace.observe(False, 1.0)
         back_off.pace.observe(False, 1.0)
     back_off.begin(SimpleNamespace(recorded=recorded, promised=1.7, break_even=1.8))
-    back_off.after_draft(1, 2.0)
-    assert back_off.ar_tokens_left == ceil(1 / share) and back_off.purse == BUDGET
+    while back_off.drafting:
+        back_off.after_draft(1, 2.0)
+    assert back_off.ar_tokens_left == ceil(1 / share) and back_off.purse == back_off.price == 1.0
 
 
 def test_pace_compares_with_ar():
