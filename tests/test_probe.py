@@ -13,6 +13,7 @@ import torch
 from graphs.capture import clock
 from graphs.masks import TILE
 from minicast import decode, probe
+from minicast import width as widths
 from minicast.curve import MassCurve
 from minicast.decode import Decoder, Options
 from minicast.probe import LEARNED, Costs, Deployment, Timings, interleaved
