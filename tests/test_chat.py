@@ -484,7 +484,8 @@ def test_two_turns_of_the_default_model_equal_a_fresh_prefill(monkeypatch):
     assert room.run() == 0
     first, second = room.answers
     assert "Paris" in first.text and first.stop_reason == "eos" and "user" not in shown.getvalue()
-    assert second.output.reused == first.prompt_tokens + len(first.token_ids) - 1  # all but the stop id, in no cache
+    said = first.prompt_tokens + len(first.token_ids)
+    assert second.output.reused in (said - 1, said)  # the stop id is in the cache only where a tree held it
     ids = tokenizer.encode_chat([*room.conversation.messages[:2], {"role": "user", "content": "And of Italy?"}])
     assert room.conversation.ids[: -len(second.token_ids)] == ids  # the ids kept are those the template would give
     fresh = Decoder(target, draft).generate(ids, **request)
