@@ -20,7 +20,7 @@ from minicast.probe import DISTURBED, Costs, costs_of, decide_by, policy_of
 from minicast.prompts import EVERYTHING
 from minicast.replay import Replayable, committed
 from minicast.tree import RANK_CAP
-from minicast.width import BackOff, FixedWidth, Policy, round_times
+from minicast.width import BackOff, FixedWidth, Policy
 from model.errors import UsageError
 from model.files import read_text
 
@@ -123,10 +123,9 @@ def compare(
         return lambda back_off: policy_of(name, decision, costs, buckets, back_off)
 
     widest_ms = costs.proposal_ms(widest)  # what `round` proposes, whatever it keeps
-    after_widest = round_times(costs.model(buckets), widest, widest_ms)
     chosen = {
         "auto": by_domain(domains, choosing("auto"), times, costs.draft_ms),
-        "round": by_domain(domains, choosing("round"), after_widest, widest_ms),
+        "round": by_domain(domains, choosing("round"), costs.times(buckets, widest), widest_ms),
     }
     names = [*domains, EVERYTHING]
     return Policies(

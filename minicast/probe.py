@@ -100,9 +100,13 @@ class Costs:
     def model(self, buckets: Sequence[int] = ()) -> CostModel:
         return CostModel.fit(self.packed, self.settle_ms, buckets)
 
-    def times(self, buckets: Sequence[int]) -> list[float]:
-        """l(N) for N from 0, AR, to the widest measured."""
-        return round_times(self.model(buckets), self.packed[-1] - 1, self.draft_ms, self.overhead_ms)
+    def times(self, buckets: Sequence[int], proposed: int | None = None) -> list[float]:
+        """l(N) for N from 0, AR, to the widest measured.
+
+        proposed: the width that all rounds propose, whatever they keep of it; None: N
+        """
+        draft_ms, h = (self.draft_ms, self.overhead_ms) if proposed is None else (self.proposal_ms(proposed), 0.0)
+        return round_times(self.model(buckets), self.packed[-1] - 1, draft_ms, h)
 
 
 @dataclass(frozen=True)
@@ -453,9 +457,8 @@ def policy_of(
     if width == "auto" and decision:
         return AutoWidth(decision.width, times, back_off)
     rate = max(decision.tokens_per_second.values()) / 1e3 if decision else 1.0 / times[0]
-    widest = len(times) - 1
-    draft_ms = costs.proposal_ms(MAX_WIDTH if learn else widest)  # whatever is kept of the tree
-    return RoundWidth(round_times(costs.model(buckets), widest, draft_ms), draft_ms, rate, back_off, learn)
+    proposed = MAX_WIDTH if learn else len(times) - 1  # whatever is kept of the tree
+    return RoundWidth(costs.times(buckets, proposed), costs.proposal_ms(proposed), rate, back_off, learn)
 
 
 def explain(

@@ -477,7 +477,7 @@ def own_prompts(
     goes on with such words (Magpie, arXiv 2406.08464), at temperature 1 among the likeliest OWN_TOP_K tokens. Those
     that come to no end in OWN_TOKENS tokens are left out. Fewer where a batch brings nothing new, with a warning.
     """
-    file, stop = Path(file), set(tokenizer.stop_ids)
+    file, stop, opening = Path(file), set(tokenizer.stop_ids), before_user(tokenizer)
     texts = dict.fromkeys(read_lines(file)) if file.exists() else {}
     write_atomically(file, "".join(json.dumps(text) + "\n" for text in texts))  # less one that was cut
     generator = torch.Generator(target.device).manual_seed(len(texts))
@@ -487,7 +487,6 @@ def own_prompts(
         drawn = top.values.softmax(-1).multinomial(1, generator=generator)
         return top.indices.gather(-1, drawn)[:, 0]
 
-    opening = before_user(tokenizer)
     while len(texts) < count:
         rows = continue_batch(target, [opening] * OWN_BATCH, stop, OWN_TOKENS, choose)
         ended = [tokenizer.decode(row[:-1]).strip() for row in rows if row[-1] in stop]
