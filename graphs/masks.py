@@ -193,7 +193,9 @@ class BitMask:
             offset = slot - P
             j = offset.clamp(0, n - 1)  # shifting by more bits than there are gives anything
             if kind == "tree":
-                inside = ((bits[row, j // WORD] >> (j % WORD)) & 1) == 1
+                # Both words of a row are read, and one is taken: an index that varied with the slot, too, would have
+                # the kernel gather a word for each entry of a tile, through shared memory and with registers spilled.
+                inside = ((torch.where(j < WORD, bits[row, 0], bits[row, 1]) >> (j % WORD)) & 1) == 1
             else:
                 inside = (j <= row) | (kind == EVERYTHING)
             return (offset < 0) | ((offset < n) & inside)

@@ -115,6 +115,18 @@ def test_a_stage_that_hangs_is_stopped(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "gpu-check.json").read_text())["g"] == {"stopped": "after 0.05 s"}
 
 
+@pytest.mark.parametrize("stage, status", [("c", 1), ("f", 0)])
+def test_only_a_stage_that_something_rests_on_must_finish(tmp_path, monkeypatch, stage, status):
+    """A sweep that is cut short has found what it has found; latencies without the one-row pass are no result."""
+    def run(command, timeout):
+        if command[command.index("--stage") + 1] == stage:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    assert main(Namespace(out=tmp_path, shape="tiny")) == status
+
+
 def test_a_stage_that_dies_without_a_word_has_failed(tmp_path, monkeypatch):
     """A segmentation fault, or a process that was killed for memory."""
     died = subprocess.CompletedProcess([], -11)
