@@ -9,9 +9,7 @@ import argparse
 import json
 import sys
 
-from minicast.program import (
-    INTERRUPTED, Parser, at_least, compile_flags, complain, model_flags, sampling_flags, start,
-)
+from minicast.program import INTERRUPTED, Parser, at_least, compile_flags, model_flags, sampling_flags, start
 
 METHODS = ("ar", "dflash", "cast")
 OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "rank_cap", "verifier")  # of the decoder
@@ -134,11 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    try:
-        from minicast.command import guarded  # imports torch, so --help and a wrong flag do not wait for it
-    except ModuleNotFoundError as error:
-        complain(f"run.py: {error.name} is not installed: pip install -r requirements.txt")
-        return 1
+    from minicast.command import guarded  # imports torch, so --help and a wrong flag do not wait for it
+
     return guarded("run.py", lambda: run(arguments))
 
 

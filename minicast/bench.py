@@ -347,10 +347,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_outputs(file: Path) -> None:
     """UsageError where the JSON file or the table beside it cannot be put; a note where there is one already."""
+    check_file(file, "--out")
     if file.suffix == ".md":
         raise UsageError(f"--out {file}: name the JSON file, the table is written beside it")
-    for path in (file, file.with_suffix(".md")):
-        check_file(path, "--out")
+    check_file(file.with_suffix(".md"), "--out")
     if file.exists():
         print(f"bench: {file} will be replaced", file=sys.stderr)
 

@@ -49,8 +49,9 @@ def guarded(program: str, run: Callable[[], int], stopped: str = "") -> int:
     except BrokenPipeError:  # the reader, `head` perhaps, has enough
         return 0
     except OSError as error:
-        if error.errno in FULL:  # a write that fails does not name its file
-            complain(f"{program}: cannot write: {error.strerror}; free some, or write elsewhere")
+        if error.errno in FULL:
+            file = error.filename or "a file"  # a write that fails need not name it
+            complain(f"{program}: cannot write {file}: {error.strerror}; free some, or write elsewhere")
         elif error.filename is None:
             raise
         else:
@@ -194,7 +195,8 @@ class Choice:
                 draft = load_draft(self.draft, placement.dtype, placement.device, progress=bar)
             frequent = frequent_tokens(draft)[:vocabulary] if vocabulary is not None else []
             if len(frequent) < (vocabulary or 0):
-                print(f"--draft-vocabulary {vocabulary}: {len(frequent)} tokens are listed beside the head", file=sys.stderr)
+                listed = f"{len(frequent)} tokens are listed beside the head"
+                warnings.warn(f"--draft-vocabulary {vocabulary}: {listed}", stacklevel=2)
         with LoadingBar(self.target) as bar:
             target = load_target(self.target, placement.dtype, placement.device, progress=bar)
         if draft:

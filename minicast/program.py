@@ -10,6 +10,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TextIO
 
 INTERRUPTED = 130  # what shells report after Ctrl-C
@@ -131,9 +133,14 @@ def start(name: str) -> None:
     """Called before torch is imported, with __name__: until the program is `interruptible`, Ctrl-C just ends it.
 
     An import that is interrupted may swallow that, or end in a traceback. Where SIGINT is ignored, as it is for
-    background jobs, it stays so. A module that is only imported changes nothing.
+    background jobs, it stays so. Where there is no torch, it ends here. A module that is only imported changes nothing.
     """
-    if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if name != "__main__":
+        return
+    if find_spec("torch") is None:
+        complain(f"{Path(sys.argv[0]).name}: torch is not installed: pip install -r requirements.txt")
+        sys.exit(1)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -673,7 +673,7 @@ def read_recordings(directory: Path) -> tuple[dict, list[Recording]]:
     files = sorted(directory.glob(f"{settings['head'][:8]}-*.safetensors"))
     recordings = [recording for recording in map(Recording.load, files) if len(recording.answer) > 1]
     if not recordings:
-        raise UserError(f"{directory} holds no recorded rounds: run without --analyse, or with other prompts")
+        raise UserError(f"{directory} holds no recorded rounds: give prompts that fit the context, and no --analyse")
     return settings, recordings
 
 

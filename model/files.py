@@ -27,8 +27,10 @@ def write_atomically(path: Path, content: str | Callable[[Path], object]) -> Non
             content(partial_file)
         partial_file.chmod(mode)  # safetensors leaves a file that only its owner can read
         os.replace(partial_file, path)
-    except BaseException:  # a full disk, Ctrl-C: a part of the file is of no use, and takes room
+    except BaseException as error:  # a full disk, Ctrl-C: a part of the file is of no use, and takes room
         partial_file.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # not the partial file's, or none
         raise
 
 
@@ -62,7 +64,7 @@ def check_file(path: Path, flag: str) -> None:
 def read_text(path: str | Path) -> str:
     """The text of a file. UsageError where there is none of that name, UserError where it is not to be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: it is not UTF-8") from error
     except OSError as error:

@@ -50,7 +50,7 @@ def test_reads_prompts_of_every_form(tmp_path):
         "a", {"question": "b", "answer": "no"}, {"text": "c", "domain": "own"},
         {"problem": "d"}, {"turns": ["e", "later"]}, {"domain": "own", "prompt": "f"},
     ]
-    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
+    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8-sig")  # with the mark of some editors
     everything = [Prompt("own" if text in "cf" else "maths", text) for text in "abcdef"]
     assert prompts.read_prompts([file], None) == everything
     assert [prompt.text for prompt in prompts.read_prompts([file], 1)] == ["a", "c"]
@@ -440,8 +440,9 @@ def test_results_go_to_regular_files(tmp_path, capsys):
     """A device stays what it is; a link stays, and what it leads to is replaced, which is said before."""
     with pytest.raises(UsageError, match="/dev/null is not a regular file: name another"):
         bench.check_outputs(Path("/dev/null"))
-    with pytest.raises(UsageError, match="is a directory: name a file in it"):
-        bench.check_outputs(tmp_path)
+    for directory in (tmp_path, Path("")):
+        with pytest.raises(UsageError, match="is a directory: name a file in it"):
+            bench.check_outputs(directory)
     (tmp_path / "t.md").mkdir()
     with pytest.raises(UsageError, match=r"t.md is a directory"):
         bench.check_outputs(tmp_path / "t.json")

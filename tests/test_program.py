@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import run
-from minicast import bench, command, gpu_check, plot, replay
+from minicast import bench, command, gpu_check, plot, program, replay
 from minicast.command import guarded, note_idle_flags
 from minicast.decode import Decoder
 from minicast.program import Parser
@@ -196,7 +196,7 @@ def test_a_full_disk_is_one_line(capsys):
         assert guarded("x", lambda: file.write("text") and file.flush()) == 1
         with pytest.raises(OSError):
             file.close()
-    assert capsys.readouterr().err.startswith("x: cannot write: No space left on device")
+    assert capsys.readouterr().err.startswith("x: cannot write a file: No space left on device")
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
@@ -207,9 +207,28 @@ def test_a_file_that_cannot_be_written_whole_leaves_no_part(tmp_path, failure):
         raise failure
 
     (tmp_path / "file").write_text("old")
-    with pytest.raises(type(failure)):
+    with pytest.raises(type(failure)) as caught:
         write_atomically(tmp_path / "file", write)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+    assert getattr(caught.value, "filename", str(tmp_path / "file")) == str(tmp_path / "file")
+
+
+def test_a_file_where_none_can_be_is_named_as_it_was_given(tmp_path):
+    """Not by the name of its part, which nobody knows."""
+    with pytest.raises(FileNotFoundError) as caught:
+        write_atomically(tmp_path / "nowhere" / "file", "text")
+    assert caught.value.filename == str(tmp_path / "nowhere" / "file")
+
+
+def test_without_torch_every_program_says_what_to_install(monkeypatch, capsys):
+    """The wrong virtual environment is the first thing to go wrong; --help does not import torch, and says so, too."""
+    monkeypatch.setattr(program, "find_spec", lambda package: None)
+    monkeypatch.setattr(sys, "argv", ["somewhere/bench.py", "--help"])
+    program.start("an import")
+    with pytest.raises(SystemExit) as ended:
+        program.start("__main__")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "bench.py: torch is not installed: pip install -r requirements.txt\n"
 
 
 def test_tensors_that_cannot_be_written_whole_are_one_line(tmp_path, monkeypatch):
