@@ -224,9 +224,12 @@ def packed_bits(visible: Tensor) -> Tensor:
 
 
 def flex(q: Tensor, keys: Tensor, values: Tensor, mask: BitMask) -> Tensor:
-    """q (1, Hq, n, D) over keys and values (1, Hkv, S, D) -> (1, Hq, n, D)."""
-    if mask.folds > 1:
-        q = q[0].unflatten(1, (mask.folds, -1)).transpose(0, 1)  # (folds, Hq, n / folds, D)
+    """q (1, Hq, n, D) over keys and values (1, Hkv, S, D) -> (1, Hq, n, D).
+
+    A single fold is folded, too: the kernel must be given a view. Of a q that is computed, Inductor reads the strides
+    before it decides them, and heads and rows change places (torch 2.13, `create_flex_decoding_kernel`).
+    """
+    q = q[0].unflatten(1, (mask.folds, -1)).transpose(0, 1)  # (folds, Hq, n / folds, D)
     if torch.compiler.is_compiling():
         # In 32 bits three stages of tiles do not fit a multiprocessor's shared memory, and a product of tiles is written
         # out, multiplication by multiplication, so that large ones are long to compile.
@@ -236,7 +239,7 @@ def flex(q: Tensor, keys: Tensor, values: Tensor, mask: BitMask) -> Tensor:
     else:
         keys, values = (side.expand(mask.folds, -1, -1, -1) for side in (keys, values))
         out = dot_product_attention(q, keys, values, mask.dense())
-    return out if mask.folds == 1 else out.transpose(0, 1).flatten(1, 2)[None]
+    return out.transpose(0, 1).flatten(1, 2)[None]
 
 
 BODIES = {"sdpa": LiveSlice, "static": FullCache, "flex": Flex}

@@ -175,20 +175,30 @@ def basics(check: Check) -> None:
 
 
 def attention_of(check: Check, n: int, prefix: int, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
-    """FlexAttention of a random tree's n rows after a prefix, and what it should be in float32: (1, heads, n, D)."""
+    """FlexAttention of a random tree's n rows after a prefix, and what it should be in float32: (1, heads, n, D).
+
+    As in a layer, queries are computed by the graph that attends: of its inputs, the compiler knows the strides.
+    """
     slots, D = check.size(4224, 256), check.size(128, 16)
     generator = torch.Generator(check.device).manual_seed(0)
     draw = partial(torch.randn, generator=generator, device=check.device)
-    shapes = (1, heads, n, D), (1, 2, slots, D), (1, 2, slots, D)
-    q, keys, values = (draw(*shape).to(dtype) for shape in shapes)
+    shapes = (1, n, heads * D), (1, 2, slots, D), (1, 2, slots, D)
+    x, keys, values = (draw(*shape).to(dtype) for shape in shapes)
     parents = [random.Random(node).randrange(-1, node) for node in range(n - 1)]
     visible = ancestor_matrix(torch.tensor(parents, dtype=torch.int64, device=check.device), deepest=n)
     mask = BitMask(n, slots, visible, check.device)
     mask.fill(torch.tensor([prefix], device=check.device), visible)
-    attend = torch.compile(flex, fullgraph=True, dynamic=False) if check.device.type == "cuda" else flex
+
+    def queries(x: Tensor) -> Tensor:
+        return 2 * x.unflatten(-1, (heads, D)).transpose(1, 2)
+
+    def attend(x: Tensor) -> Tensor:
+        return flex(queries(x), keys, values, mask)
+
     with torch.no_grad():
-        out = attend(q, keys, values, mask)
-        return out, dot_product_attention(q.float(), keys.float(), values.float(), mask.dense().reshape(n, slots))
+        out = (torch.compile(attend, fullgraph=True, dynamic=False) if check.device.type == "cuda" else attend)(x)
+        dense = mask.dense().reshape(n, slots)
+        return out, dot_product_attention(queries(x.float()), keys.float(), values.float(), dense)
 
 
 def tokens(check: Check) -> None:

@@ -421,6 +421,25 @@ def compiling(target, draft, compiled: list) -> Decoder:
     return decoder
 
 
+@pytest.mark.parametrize("make", [tiny_target, tiny_draft], ids=["llama", "qwen3"])
+def test_the_attention_kernel_is_given_a_view_of_the_queries(make):
+    """Of computed queries, Inductor reads the strides before it decides them, and the kernel for few rows swaps heads and
+    rows: seen in torch 2.13 on qwen3 layers, by interpreting the kernels generated for CUDA. A view's are decided."""
+    torch._dynamo.reset()
+    graphs, layer = [], make().layers[0]
+    run = CompiledLayer(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    config = layer.self_attn
+    keys, values = torch.zeros(2, 1, config.kv_heads, 256, config.head_dim)
+    for n in (1, 16, 128):
+        rows = torch.arange(n)
+        window = BODIES["flex"](run).window(torch.tensor([3]), 3, rows, torch.eye(n, dtype=torch.bool), 256)
+        x, angles = torch.zeros(1, n, layer.input_layernorm.weight.numel()), torch.zeros(n, config.head_dim)
+        with torch.no_grad():
+            run(layer, x, (angles, angles), (keys, values), window)
+    attentions = [node for graph in graphs for node in graph.graph.nodes if "flex_attention" in str(node.target)]
+    assert [node.args[0].target for node in attentions] == ["transpose"] * 3
+
+
 def test_layers_compile_over_the_live_slice_once_for_a_number_of_rows():
     """No two passes see as many slots, and trees of one width differ: neither may compile anything again, and any
     width up to 15 makes do with 1, 4, 8 and 16 rows."""
