@@ -364,6 +364,11 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], li
     responses = [example for file in arguments.responses for example in read_responses(file)]
     if not any(prompts.values()) and not responses and not arguments.own_prompts:
         raise UsageError("nothing to learn from: give --prompts, --own-prompts, --templates or --responses")
+    counts = Counter(example.domain for example in responses) + Counter({name: len(texts) for name, texts in prompts.items()})
+    counts[OWN] += arguments.own_prompts
+    if max(counts.values()) <= arguments.held_out:  # known before hours of answering
+        held_out_of = f"{arguments.held_out} of each file held out"
+        raise UsageError(f"{counts.total()} prompts are too few with {held_out_of}: give more, or a smaller --held-out")
     return prompts, responses
 
 
@@ -487,7 +492,7 @@ def flags() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, prepare, train."""
     arguments = flags().parse_args(argv)
-    return guarded("train_dflash", lambda: train(arguments), "the same command goes on from the last checkpoint")
+    return guarded("train_dflash", lambda: train(arguments), "the same command goes on with what it has kept")
 
 
 def train(arguments: argparse.Namespace) -> int:

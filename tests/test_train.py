@@ -252,7 +252,7 @@ def test_R_on_other_held_out_answers_begins_anew(tmp_path, target):
 @pytest.mark.parametrize("line", ["[[1, 2], [5, 99999, 7]]", "[[], [5, 6, 7]]", "[[-1], [5, 6, 7]]"])
 def test_answers_that_are_not_the_targets_are_refused(tmp_path, line):
     (tmp_path / "few.jsonl").write_text("[[1], [3, 4, 5]]\n" + line + "\n")
-    command = f"--target {write_tiny_target(tmp_path / 'target')} --out {tmp_path / 'head'} --layers 1"
+    command = f"--target {write_tiny_target(tmp_path / 'target')} --out {tmp_path / 'head'} --layers 1 --held-out 1"
     with pytest.raises(UserError, match="few: every answer must be ids of the target's vocabulary of 256"):
         prepare(flags().parse_args([*command.split(), "--responses", str(tmp_path / "few.jsonl")]))
 
@@ -323,8 +323,21 @@ def test_prompt_files_of_one_name_are_all_read(tmp_path):
         (tmp_path / directory).mkdir()
         (tmp_path / directory / "train.jsonl").write_text(f'"{directory}"\n')
     files = [str(tmp_path / directory / "train.jsonl") for directory in "ab"]
-    arguments = flags().parse_args(["--target", "t", "--out", "o", "--prompts", *files])
+    arguments = flags().parse_args(["--target", "t", "--out", "o", "--held-out", "1", "--prompts", *files])
     assert read_inputs(arguments)[0] == {"train": ["a", "b"]}
+
+
+@pytest.mark.parametrize("own, enough", [(8, False), (9, True)])
+def test_too_few_prompts_are_refused_before_they_are_answered(tmp_path, own, enough):
+    """Eight of each domain are held out by default; a file of one prompt adds nothing to train on."""
+    (tmp_path / "one.jsonl").write_text('"a"\n')
+    given = ["--prompts", str(tmp_path / "one.jsonl"), "--own-prompts", str(own)]
+    arguments = flags().parse_args(["--target", "t", "--out", "o", *given])
+    if enough:
+        assert read_inputs(arguments)[0] == {"one": ["a"]}
+    else:
+        with pytest.raises(UsageError, match=r"9 prompts are too few with 8 of each file held out.*--held-out"):
+            read_inputs(arguments)
 
 
 def test_a_domain_is_not_called_what_stands_for_all_of_them(tmp_path):
