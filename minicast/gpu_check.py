@@ -530,9 +530,8 @@ def main(arguments: argparse.Namespace) -> int:
     for stage in STAGES:
         launch(stage, arguments.shape, findings)
     print(findings.table.read_text(), end="")
-    ended = {stage: found.keys() for stage, found in findings.read().items()}
-    failed = [stage for stage, how in ended.items() if "failed" in how or ("stopped" in how and STAGES[stage].rests)]
-    return 1 if failed else 0
+    found = findings.read().items()
+    return int(any("failed" in each or ("stopped" in each and STAGES[stage].rests) for stage, each in found))
 
 
 def _main(argv: Sequence[str] | None = None) -> int:

@@ -29,8 +29,8 @@ def write_atomically(path: Path, content: str | Callable[[Path], object]) -> Non
         os.replace(partial_file, path)
     except BaseException as error:  # a full disk, Ctrl-C: a part of the file is of no use, and takes room
         partial_file.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = str(path)  # not the partial file's, or none
+        if isinstance(error, OSError) and (error.filename is None or str(error.filename) == str(partial_file)):
+            error.filename = str(path)  # the name that is known outside
         raise
 
 

@@ -14,9 +14,8 @@ import torch
 from minicast.tree import Tree
 from minicast.width import (
     BANK, BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, LENT, MAX_WIDTH, MEMORY, RECORDED_BUDGET,
-    RECORDED_TRY_SHARE,
-    TRUSTED_FROM, TRY_SHARE, AutoWidth, BackOff, CostModel, FixedWidth, Pace, RoundWidth, Trust, clamp_width, decide,
-    paying_width, round_times, stopping_width,
+    RECORDED_TRY_SHARE, TRUSTED_FROM, TRY_SHARE, AutoWidth, BackOff, CostModel, FixedWidth, Pace, RoundWidth, Trust,
+    clamp_width, decide, paying_width, round_times, stopping_width,
 )
 
 BUCKETS = (1, 16, 24, 32, 48, 64, 96, 128)
