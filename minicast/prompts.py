@@ -12,7 +12,7 @@ import torch
 
 from model.errors import UsageError
 from model.files import read_text
-from model.tokenizer import Tokenizer
+from model.tokenizer import Tokenizer, check_unicode
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 PROMPT_FIELDS = ("prompt", "question", "text", "problem")
@@ -34,6 +34,7 @@ def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
                 continue
             where = f"{file}:{number}"
             text, domain = _read_prompt(line, where)
+            check_unicode(text, f"{where}: the prompt")  # JSON can spell half of a surrogate pair
             domain = domain_name(domain or file.stem, where)
             counts[domain] = counts.get(domain, 0) + 1
             if limit is None or counts[domain] <= limit:
@@ -44,9 +45,11 @@ def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
 
 
 def domain_name(name: str, where: Path | str) -> str:
-    """The name. UsageError for one that stands for all domains; `where` it was found is told."""
+    """The name. UsageError for one that stands for all domains, or breaks a table; `where` it was found is told."""
     if name in (EVERYTHING, MEAN):
         raise UsageError(f"{where}: {name!r} is no name of a domain, it stands for all of them: give it another")
+    if "|" in name or not name.isprintable():
+        raise UsageError(f"{where}: {name!r} is no name of a domain, it would break a table: give it another")
     return name
 
 
@@ -54,7 +57,7 @@ def _read_prompt(line: str, where: str) -> tuple[str, str | None]:
     """The text and the domain, if it names one, of a JSON line: an object, or a string."""
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} is not JSON: a prompt file has one JSON object, or string, a line") from error
     if isinstance(values, str):
         return values, None

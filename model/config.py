@@ -155,7 +155,7 @@ def read_json(path: Path) -> dict:
     """The JSON object in a file; a file that is absent, cut, or holds none is named in one line."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: malformed, or not UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested too deep
         raise UserError(f"{path} cannot be read ({error}): {another_copy(path)}") from error
     if type(value) is not dict:
         raise UserError(f"{path} is not a JSON object: {another_copy(path)}")

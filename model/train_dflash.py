@@ -476,16 +476,19 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--templates", type=at_least(0), default=0, help="prompts from each of the built-in template sets")
     parser.add_argument("--responses", nargs="+", type=Path, default=[], help="JSONL files of [prompt ids, response ids]")
     parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")
-    parser.add_argument("--minutes", type=minutes, default=60.0, help="of training; answering the prompts comes on top")
+    parser.add_argument("--minutes", type=minutes, default=60.0,
+                        help="of training; answering the prompts comes on top; default: %(default)g")
     parser.add_argument("--init", help="a head to go on from; default: start at the target's last layers")
     parser.add_argument("--layers", type=at_least(1), default=3, help="of the head; default: %(default)s")
-    parser.add_argument("--block", type=at_least(2), default=8, help="positions drafted in one pass, the root's included")
+    parser.add_argument("--block", type=at_least(2), default=8,
+                        help="positions drafted in one pass, the root's included; default: %(default)s")
     parser.add_argument("--taps", type=each_once(0), default=[], metavar="I,I,...",
                         help="target layers that it reads, 0 the first; default: five, evenly spread")
     parser.add_argument("--rate", type=rate, default=1.2e-3,
                         help="peak learning rate; default: %(default)s, for --init give about half")
-    parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="of each answer")
-    parser.add_argument("--held-out", type=at_least(1), default=8, help="answers of each file kept for validation")
+    parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="of each answer; default: %(default)s")
+    parser.add_argument("--held-out", type=at_least(1), default=8,
+                        help="answers of each file kept for validation; default: %(default)s")
     return parser
 
 

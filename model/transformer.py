@@ -137,9 +137,9 @@ def dot_product_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor 
     if q.shape[2] == 1:  # heads that share keys become rows of one product: six times as fast in bfloat16 on a CPU
         rows = q[:, :, 0].unflatten(1, (keys.shape[1], -1))  # (B, Hkv, Hq / Hkv, D)
         return F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen).flatten(1, 2)[:, :, None]
-    if q.is_cuda and seen is not None:  # CUDA's kernels that take a mask take no groups of heads
+    grouped = not q.is_cuda or seen is None
+    if not grouped:  # CUDA's kernels that take a mask take no groups of heads
         keys, values = (side.repeat_interleave(q.shape[1] // side.shape[1], 1) for side in (keys, values))
-    grouped = q.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(q, keys, values, seen, is_causal=mask is CAUSAL, enable_gqa=grouped)
 
 
