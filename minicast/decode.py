@@ -64,12 +64,10 @@ class Options:
 
     def __post_init__(self):
         N, K, ids, most = self.width, self.rank_cap, self.stop_ids, self.max_new_tokens
+        chooses = is_policy(N) or N in ("auto", "round") or (is_integer(N) and N >= 0)
         rules = {
             "method": (callable(self.method) or self.method in METHODS, f"one of {', '.join(METHODS)}, or a function"),
-            "width": (
-                is_policy(N) or N in ("auto", "round") or (is_integer(N) and N >= 0),
-                f"auto, round, a whole number from 0 to {MAX_WIDTH} or a policy",
-            ),
+            "width": (chooses, f"auto, round, a whole number from 0 to {MAX_WIDTH} or a policy"),
             "max_new_tokens": (is_integer(most) and most >= 0, "a whole number of at least 0"),
             "rank_cap": (K is None or (is_integer(K) and K >= 1), "at least 1, or none to keep all ranks"),
             "verifier": (self.verifier in ("direct", "stochastic"), "direct or stochastic"),
@@ -306,7 +304,7 @@ class Decoder:
         if length == 0:
             raise UsageError("the prompt has no tokens; give at least one")
         if not all(is_integer(token) and token in ids for token in prompt_ids):
-            raise UsageError(f"the prompt must be ids of the vocabulary of {len(ids)}: see encode_chat")
+            raise UsageError(f"the prompt must be ids below {len(ids)}, the target's vocabulary: is the tokenizer its own?")
         if length > context:
             raise UsageError(f"the prompt has {length} tokens, the target's context is {context}; shorten the prompt")
         return min(max_new_tokens, context - length), "length" if max_new_tokens <= context - length else "context"

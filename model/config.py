@@ -30,6 +30,7 @@ KINDS = {
     int: ("a whole number of at least {}", lambda value, least: type(value) is int and value >= least),
     float: ("a positive number", lambda value, _: type(value) in (int, float) and 0 < value < float("inf")),
     bool: ("true or false", lambda value, _: type(value) is bool),
+    list: ("a list", lambda value, _: type(value) is list),
     dict: ("a JSON object", lambda value, _: type(value) is dict),
     tuple[int, ...]: ("a list of whole numbers from 0", _are_ids),
 }
@@ -166,8 +167,8 @@ def target_config(values: dict, where: str | Path = "config.json") -> TargetConf
     """Parse a target's config.json; `where` is named in errors."""
     settings = _Settings(values, where)
     settings.require(not _is_dflash(settings), "this is a DFlash head, not a target: use it as --draft-model")
-    family, named = settings.get("model_type"), ", ".join(settings.get("architectures", [NAMELESS]))
-    known = family in TARGETS and named in (TARGETS[family], NAMELESS)
+    family, named = _named(settings)
+    known = str(family) in TARGETS and named in (TARGETS[family], NAMELESS)
     settings.require(known, f"model type {family!r} ({named}) is not supported: Qwen3 dense and LLaMA 3 are")
     return _transformer(TargetConfig, settings, family=family, qk_norm=family == "qwen3")
 
@@ -176,7 +177,7 @@ def draft_config(values: dict, where: str | Path = "config.json") -> DraftConfig
     """Parse a DFlash head's config.json; `where` is named in errors."""
     settings = _Settings(values, where)
     settings.require(_is_dflash(settings), "this is a target, not a DFlash head: use it as --model")
-    family, named = settings.get("model_type"), ", ".join(settings.get("architectures", [NAMELESS]))
+    family, named = _named(settings)
     known = (family, named) == ("qwen3", DRAFT)
     settings.require(known, f"DFlash head {named} ({family!r}) is not supported: {DRAFT} ('qwen3') is")
     nested = settings.group("dflash_config")
@@ -227,6 +228,9 @@ class _Settings(dict):
     def group(self, name: str) -> "_Settings":
         return _Settings(self.read(name, dict, {}), self.where)
 
+    def part(self, *names: str) -> dict:
+        return {name: self[name] for name in names if name in self}
+
     def fill(self, config_class: type, **known):
         """A dataclass whose fields are `known`, or else read by their name, type and default."""
         for entry in fields(config_class):
@@ -241,12 +245,17 @@ def _is_dflash(settings: _Settings) -> bool:
     return "dflash" in str(settings.get("architectures")).lower() or "dflash_config" in settings
 
 
+def _named(settings: _Settings) -> tuple[str | None, str]:
+    """The family and the architecture, in their own words."""
+    return settings.get("model_type"), ", ".join(map(str, settings.read("architectures", list, []) or [NAMELESS]))
+
+
 def _refuse_variants(settings: _Settings) -> None:
     """Refuse, by name, what would change the computation and is not computed here."""
     quantised = settings.group("quantization_config")
     method = quantised.get("quant_method", "no quant_method")
     settings.require(not quantised, f"quantization_config ({method}) is not supported: use plain weights")
-    for kind in settings.get("layer_types", []):
+    for kind in settings.read("layer_types", list, []):
         settings.require(kind == "full_attention", f"layer_types has {kind!r}: only full_attention is run")
     # Qwen3 configs keep a window's size beside a switch that is off; LLaMA has no switch.
     if not settings.read("use_sliding_window", bool, settings["model_type"] != "qwen3"):
@@ -273,15 +282,22 @@ def _transformer(config_class: type, settings: _Settings, **known):
 
 
 def _rope(settings: _Settings, positions: int) -> Rope:
-    """Rotary settings: nested `rope_parameters`, or flat `rope_theta` and `rope_scaling`; nested wins."""
+    """Rotary settings: nested `rope_parameters`, or flat `rope_theta` and `rope_scaling`, or a mixture of both.
+
+    Versions of transformers differ in which of two places they read, so these must agree; but a nested theta wins.
+    """
     flat, nested = settings.group("rope_scaling"), settings.group("rope_parameters")
-    kinds = {str(group[key]) for group in (flat, nested) for key in ("rope_type", "type") if key in group}
-    kind = " and ".join(sorted(kinds)) or "default"
+    given, beside = {}, settings.part("original_max_position_embeddings") if flat or nested else {}
+    for place in (flat, nested, beside):
+        for name, value in place.items():
+            name = "rope_type" if name == "type" else name
+            differ = f"{name} is {given.get(name)!r} in one place and {value!r} in another: keep one of them"
+            settings.require(given.setdefault(name, value) == value, f"rope scaling: {differ}")
+    kind = str(given.get("rope_type", "default"))
     settings.require(kind in ROPE_KEYS, f"rope scaling {kind!r} is not supported: default, llama3 or yarn is")
-    top = {name: settings[name] for name in ("rope_theta", *ROPE_NEUTRAL) if name in settings}
-    given = _Settings(top | flat | nested, f"{settings.where}: rope ({kind})")
+    given = _Settings(settings.part("rope_theta", *ROPE_NEUTRAL) | given, f"{settings.where}: rope ({kind})")
     for name, value in given.items():
-        known = name in ("rope_theta", "rope_type", "type", *ROPE_KEYS[kind])
+        known = name in ("rope_theta", "rope_type", *ROPE_KEYS[kind])
         given.require(known or value == ROPE_NEUTRAL.get(name), f"{name} = {value!r} is not supported")
     if kind == "yarn":
         given.setdefault("original_max_position_embeddings", positions)

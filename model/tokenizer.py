@@ -19,6 +19,7 @@ from model import hub
 from model.config import read_json
 from model.default_model import another_copy
 from model.errors import UserError
+from model.files import read_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) decode to
@@ -56,7 +57,12 @@ class Tokenizer:
             **read_object(self.directory / "tokenizer_config.json"),
         }
         declared = {name: self._config.get(name) for name in SPECIAL_TOKENS}
-        self.special_tokens = {name: token_text(token) for name, token in declared.items() if token}
+        self.special_tokens = {name: self._text_of(token) for name, token in declared.items() if token}
+        try:
+            self._add_declared()
+        except (TypeError, ValueError, AttributeError) as error:
+            where = f"{self.directory}: tokenizer_config.json or added_tokens.json"
+            raise UserError(f"{where} lists tokens in an unknown form: save the tokenizer anew") from error
         self.stop_ids = self._find_stop_ids()
 
     def encode(self, text: str) -> list[int]:
@@ -86,15 +92,15 @@ class Tokenizer:
             messages = [{"role": "user", "content": conversation}]
         for message in messages:
             check_unicode(message["content"], "the prompt" if message["role"] == "user" else "a message")
-        text = self._render(messages, enable_thinking)
-        if system is not None:
-            check_unicode(system, "the system prompt")
-            without_system = text
-            text = self._render([{"role": "system", "content": system}, *messages], enable_thinking)
-            if system.strip() and text == without_system:
-                raise UserError(
-                    f"the chat template of {self.directory} ignores system prompts: leave out --system"
-                )
+        if system is None:
+            return self._render(messages, enable_thinking)
+        check_unicode(system, "the system prompt")
+        text, other = (
+            self._render([{"role": "system", "content": content}, *messages], enable_thinking)
+            for content in (system, system + ".")
+        )
+        if system.strip() and text == other:
+            raise UserError(f"the chat template of {self.directory} ignores system prompts: leave out --system")
         return text
 
     def encode_rendered(self, text: str) -> list[int]:
@@ -114,6 +120,31 @@ class Tokenizer:
         """A detokenizer for one answer, token by token."""
         return TextStream(self)
 
+    def _text_of(self, token: str | dict) -> str:
+        """A special token is declared as its text, or as an object that also says how it is matched."""
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str):
+            raise UserError(f"{self.directory}: a special token must be a text, or have one as content, got {token!r}")
+        return text
+
+    def _add_declared(self) -> None:
+        """What transformers takes from the files beside tokenizer.json: tokens that this one lacks, as a fine-tuned
+        model's may, and that a token is special. UserError where a token's place in the vocabulary is taken."""
+        decoder = self._config.get("added_tokens_decoder") or {}
+        listed = read_object(self.directory / "added_tokens.json")
+        listed |= {self._text_of(token): id for id, token in decoder.items()}
+        special = {*self.special_tokens.values(), *map(self._text_of, self._config.get("additional_special_tokens") or [])}
+        special |= {self._text_of(token) for token in decoder.values() if token.get("special")}
+        for text, id in sorted(listed.items(), key=lambda item: int(item[1])):
+            if self._tokenizer.token_to_id(text) is None:
+                self._tokenizer.add_tokens([tokenizers.AddedToken(text, special=text in special, normalized=False)])
+                if self._tokenizer.token_to_id(text) != int(id):
+                    stale = f"tokenizer.json lacks {text!r} and has another token as number {id}"
+                    raise UserError(f"{self.directory}: {stale}: save the tokenizer anew")
+        marked = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
+        known = sorted(text for text in special - marked if self._tokenizer.token_to_id(text) is not None)
+        self._tokenizer.add_special_tokens(known)
+
     def _find_stop_ids(self) -> tuple[int, ...]:
         found = set()
         for name in ("config.json", "generation_config.json"):
@@ -128,14 +159,13 @@ class Tokenizer:
         return tuple(sorted(found - {None}))
 
     def _render(self, messages: Messages, enable_thinking: bool) -> str:
-        import jinja2
-
+        template = self._template
         try:
-            return self._template.render(
+            return template.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=True,
                 enable_thinking=enable_thinking, **self.special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template may divide by zero
             has_system = any(message["role"] == "system" for message in messages)
             raise UserError(
                 f"the chat template of {self.directory} refuses this conversation: {one_line(error)}; "
@@ -150,13 +180,12 @@ class Tokenizer:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         path = self.directory / "chat_template.jinja"
-        source = path.read_text(encoding="utf-8") if path.is_file() else self._config.get("chat_template")
+        source = read_text(path) if path.is_file() else self._config.get("chat_template")
         if isinstance(source, list):  # several named templates: [{"name": ..., "template": ...}, ...]
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if source is None:
-            raise UserError(
-                f"{self.directory} has no chat template: run.py --raw continues plain text without one"
-            )
+            named = (entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default")
+            source = next(named, {}).get("template")
+        if not isinstance(source, str):
+            raise UserError(f"{self.directory} has no chat template: run.py --raw continues plain text without one")
 
         def raise_exception(message):
             raise jinja2.TemplateError(message)
@@ -167,8 +196,17 @@ class Tokenizer:
                 value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
             )
 
+        class Generation(jinja2.ext.Extension):
+            """{% generation %} … {% endgeneration %} marks a reply for training, and changes no text."""
+
+            tags = {"generation"}
+
+            def parse(self, parser):
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
         )
         environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = raise_exception
@@ -183,8 +221,11 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of a growing list of ids: the pieces of push and finish concatenate to the decode of all ids at
-    once.
+    """Text of a growing list of ids: the pieces of push and finish concatenate to the decode of all ids at once.
+
+    However ids are grouped, the text is the same. It differs from the decode of all only where a SentencePiece
+    decoder meets bytes that are no UTF-8: it makes all of their run replacement characters, and a part of the run
+    may have been given out as text.
 
     A character may span several tokens, and some decoders treat a text's first token specially. So not single
     tokens but a window of recent ids is decoded: those that gave the last piece, as context, and those since.
@@ -199,7 +240,10 @@ class TextStream:
 
     def push(self, ids: int | list[int]) -> str:
         """The text that these ids make final, perhaps none."""
-        self._window += [ids] if isinstance(ids, int) else ids
+        return "".join(map(self._push, [ids] if isinstance(ids, int) else ids))
+
+    def _push(self, id: int) -> str:
+        self._window.append(id)
         text = self._tokenizer.decode(self._window)
         final = text.rstrip(REPLACEMENT)
         piece = final[self._shown :]
@@ -222,11 +266,6 @@ class TextStream:
 def read_object(path: Path) -> dict:
     """The file's JSON object; an absent file declares nothing."""
     return read_json(path) if path.is_file() else {}
-
-
-def token_text(token: str | dict) -> str:
-    """A special token is declared as its text, or as an object that also says how it is matched."""
-    return token if isinstance(token, str) else token["content"]
 
 
 def check_unicode(text: str, what: str) -> None:

@@ -28,7 +28,7 @@ from model.linear import Linear, narrow, trim
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-DERIVED = ".rotary_emb.inv_freq"  # stored among the weights by old exporters; the model computes its own
+DERIVED = "rotary_emb.inv_freq"  # stored among the weights by old exporters; the model computes its own
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the unquantised kinds, as safetensors names them
 QUANTISED_SUFFIXES = ("scale", "scale_inv", "scales", "qweight", "qzeros", "g_idx", "weight_packed", "absmax")
 
@@ -171,7 +171,7 @@ def _check(stored: dict[str, Stored], places: dict[str, Place], directory: str |
 def _stored_tensors(directory: Path) -> dict[str, Stored]:
     """The checkpoint's tensors by name without "model.", from the index if there is one, else one file."""
     index, shard_of = directory / INDEX, {}  # the file name of each tensor, by its name there
-    if index.is_file():
+    if index.is_file() or (not (directory / SINGLE).is_file() and any(directory.glob("model-*-of-*.safetensors"))):
         shard_of = read_json(index).get("weight_map")
         files = shard_of.values() if isinstance(shard_of, dict) else ()
         if not files or any(Path(str(file)).name != file for file in files):

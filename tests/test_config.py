@@ -109,11 +109,13 @@ def test_rope_theta_flat_or_nested(rope):
 def test_rope_scaling_in_three_forms(settings, expected):
     """Flat with `rope_type`, flat with the older `type`, nested: the same setting, so the same angles."""
     older = {("type" if name == "rope_type" else name): value for name, value in settings.items()}
+    stretched = "original_max_position_embeddings"
     for form in (
         {"rope_scaling": settings},
         {"rope_scaling": older},
         {"rope_theta": 7.0, "rope_parameters": settings | {"rope_theta": 1e4}},
         {"rope_scaling": settings, "rope_parameters": settings},
+        {"rope_scaling": without(settings, stretched), **{name: settings[name] for name in [stretched] if name in settings}},
     ):
         assert target_config(tiny_target_config(**form)).rope == expected
     assert draft_config(tiny_draft_config(rope_scaling=settings, max_position_embeddings=64)).rope == expected
@@ -145,9 +147,13 @@ def test_yarn_stretches_a_context_that_config_left_short():
         ({"rope_scaling": LLAMA3 | {"rope_type": "llama3", "high_freq_factor": 1.0}}, "high_freq_factor"),
         (
             {"rope_scaling": YARN | {"type": "yarn"}, "rope_parameters": {"rope_type": "default"}},
-            "default and yarn",
+            "rope_type is 'yarn' in one place and 'default' in another: keep one of them",
         ),
+        ({"rope_scaling": YARN | {"type": "yarn"}, "rope_parameters": YARN | {"type": "yarn", "factor": 2.0}}, "factor is"),
+        ({"rope_scaling": {"type": "yarn", "rope_type": "default"}}, "rope_type is 'yarn' in one place"),
+        ({"rope_scaling": YARN | {"type": "yarn"}, "original_max_position_embeddings": 16}, "is 32 in one place and 16"),
         ({"rope_scaling": "yarn"}, "rope_scaling must be a JSON object"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "\"['yarn']\" is not supported"),
         ({"rope_theta": 0}, "rope_theta must be a positive number"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_interleaved": True}, "rope_interleaved"),
@@ -157,6 +163,10 @@ def test_yarn_stretches_a_context_that_config_left_short():
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "'llama' (Qwen3ForCausalLM)"),
         ({"model_type": None}, "model type None"),
+        ({"model_type": ["llama"]}, "model type ['llama']"),
+        ({"architectures": [1]}, "'llama' (1)"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
+        ({"layer_types": 3}, "layer_types must be a list"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config (gptq)"),
         ({"quantization_config": {"bits": 4}}, "quantization_config (no quant_method)"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention'"),

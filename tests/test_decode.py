@@ -477,7 +477,7 @@ def test_the_shortest_prompts(models):
 
 @pytest.mark.parametrize("prompt", ["hello", ["a"], [1.5, 2.0], [[1, 2]], [-1], [VOCABULARY], [True], torch.tensor([[1, 2]])], ids=str)
 def test_what_is_no_prompt_is_refused(models, prompt):
-    with pytest.raises(UsageError, match=f"must be ids of the vocabulary of {VOCABULARY}: see encode_chat"):
+    with pytest.raises(UsageError, match=f"must be ids below {VOCABULARY}, the target's vocabulary"):
         Decoder(*models).generate(prompt, max_new_tokens=3)
 
 

@@ -150,6 +150,23 @@ def test_layers_that_did_not_compile_fail_their_stage(tmp_path, monkeypatch):
     assert found["ms"] == 1.0 and "did not compile" in found["failed"]
 
 
+def test_what_ended_a_recording_is_told(tmp_path, monkeypatch):
+    """torch ends a recording in any case, and its complaint of a broken one would be all that a reader learns."""
+
+    def broken(check):
+        """A stage."""
+        try:
+            raise ValueError("a value for the host")
+        finally:
+            raise RuntimeError("error during capture")
+
+    monkeypatch.setitem(gpu_check.STAGES, "a", gpu_check.Stage(broken, 1))
+    with pytest.raises(RuntimeError):
+        gpu_check.run_stage("a", "tiny", Findings(tmp_path))
+    found = Findings(tmp_path).read()["a"]
+    assert found["failed"] == "ValueError: a value for the host, then RuntimeError: error during capture"
+
+
 def test_the_flag_of_bench_leads_here(monkeypatch):
     """`python -m minicast.bench --gpu-check` is what people are told to type."""
     seen = []

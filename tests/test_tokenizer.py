@@ -83,12 +83,20 @@ def test_system_prompt_thinking_and_conversations(tmp_path):
     assert text == "[system] S[user] a[assistant] b[user] c[assistant]"
 
 
+def test_system_prompts_that_a_template_has_or_demands(tmp_path):
+    """One that repeats the template's own default is not ignored, and a template may refuse a conversation without."""
+    default = "{% if messages[0].role != 'system' %}[S]{% else %}[{{ messages[0].content }}]{% endif %}{{ messages[-1].content }}"
+    assert save(tmp_path, tokenizer_config={"chat_template": default}).render_chat("hi", system="S") == "[S]hi"
+    demands = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
+    assert save(tmp_path, tokenizer_config={"chat_template": demands}).render_chat("hi", system="S") == "S"
+
+
 def test_template_runs_as_checkpoints_expect(tmp_path):
     """Block lines vanish whole, JSON is not escaped for HTML, and the globals templates call are there."""
     template = (
         "{% for message in messages %}\n"
         "    {% if loop.index0 >= 1 %}{% break %}{% endif %}\n"
-        "{{ message | tojson }}\n"
+        "{% generation %}{{ message | tojson }}{% endgeneration %}\n\n"
         "{% endfor %}\n"
         "{{ strftime_now('%Y') }}"
     )
@@ -107,6 +115,10 @@ def test_template_runs_as_checkpoints_expect(tmp_path):
          "No system role; leave out --system"),
         ("{{ messages[-1].content }}", "ignores system prompts: leave out --system"),
         ("{{ messages.__class__.__mro__ }}", "refuses this conversation"),
+        ("{{ 1 / 0 }}", "refuses this conversation: division by zero"),
+        ("{{ tools | length }}", "refuses this conversation"),
+        ([{"name": "tool_use", "template": "x"}, "y"], "no chat template"),
+        ({"default": "x"}, "no chat template"),
     ],
 )
 def test_templates_that_cannot_serve_say_so_in_one_line(tmp_path, template, message):
@@ -189,6 +201,43 @@ def test_streaming_keeps_the_spaces_of_sentencepiece_tokens(tmp_path):
         ids = sum(generator.choices(parts, k=12), [])
         cuts = sorted(generator.sample(range(len(ids)), generator.randrange(len(ids))))
         assert "".join(pieces(tokenizer, ids, cuts)) == tokenizer.decode(ids)
+
+
+def test_streamed_text_does_not_depend_on_how_ids_are_grouped(tmp_path):
+    """Rounds of different lengths must show one text, even of bytes that are no UTF-8, which this decoder turns into
+    replacement characters by the run."""
+    tokens = [*SPECIAL, "▁a", "<0x0A>", *(f"<0x{byte:02X}>" for byte in "👋é".encode())]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=[]))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = save(tmp_path, tokenizer)
+    generator = random.Random(0)
+    for _ in range(300):
+        ids = generator.choices(range(3, len(tokens)), k=8)
+        cuts = sorted(generator.sample(range(len(ids)), 3))
+        assert "".join(pieces(tokenizer, ids, cuts)) == "".join(pieces(tokenizer, ids, range(1, len(ids))))
+
+
+def test_tokens_that_only_other_files_declare(tmp_path):
+    """A fine-tuned model's tokenizer.json may lack its chat tokens: as plain text they would make another prompt, and
+    an end that nothing stops at. transformers adds them, and leaves out of a text what is special by name alone."""
+    tokenizer, size = byte_level(), byte_level().get_vocab_size()
+    tokenizer.add_tokens(["<think>"])
+    new = {size + 1: {"content": "<|end|>", "special": True}, size + 2: {"content": "<tool>", "special": False}}
+    config = {"eos_token": "<|end|>", "additional_special_tokens": ["<think>"], "chat_template": CHAT}
+    listed = {token["content"]: id for id, token in new.items()}
+    for files in (
+        {"tokenizer_config": config | {"added_tokens_decoder": {str(id): token for id, token in new.items()}}},
+        {"tokenizer_config": config, "added_tokens": listed},
+    ):
+        loaded = save(tmp_path / str(len(files)), tokenizer, **files)
+        assert loaded.encode("<|end|><tool><think>") == [size + 1, size + 2, size]
+        assert loaded.decode([size + 1, size + 2, size]) == "<tool>" and loaded.stop_ids == (size + 1,)
+    with pytest.raises(UserError, match=f"lacks '<tool>' and has another token as number {size}"):
+        save(tmp_path / "taken", tokenizer, tokenizer_config=config, added_tokens={"<tool>": size})
+    for wrong in ({"bos_token": 3}, {"bos_token": {"a": 1}}, {"bos_token": ["a"]}, {"added_tokens_decoder": {"x": "<a>"}},
+                  {"added_tokens_decoder": [3]}, {"additional_special_tokens": 3}):
+        with pytest.raises(UserError, match="a special token must|lists tokens in an unknown form"):
+            save(tmp_path / "wrong", tokenizer, tokenizer_config=wrong)
 
 
 def test_ids_without_a_token(tmp_path):

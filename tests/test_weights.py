@@ -262,7 +262,7 @@ def test_a_tensor_too_many_too_few_or_too_large_is_named(tmp_path, change, named
 def test_derived_buffers_of_old_exporters_are_no_error(tmp_path):
     config = tiny_target_config()
     tensors = random_tensors(config)
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    extra = {f"model.{owner}rotary_emb.inv_freq": torch.ones(8) for owner in ("", "layers.0.self_attn.")}
     assert_holds(load(write_checkpoint(tmp_path, tensors | extra, config, shards=2)), tensors)
 
 
@@ -286,6 +286,8 @@ def test_a_missing_shard_is_named(tmp_path):
     directory = write_tiny_target(tmp_path, shards=3)
     (directory / "model-00002-of-00003.safetensors").unlink()
     assert "model-00002-of-00003.safetensors is missing" in refusal(directory)
+    (directory / INDEX).unlink()
+    assert INDEX in refusal(directory)
 
 
 def test_a_stray_single_file_beside_an_index_is_not_merged_in(tmp_path):
