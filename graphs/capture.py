@@ -15,8 +15,8 @@ What a graph can hold, and why the code it holds looks as it does:
   What a graph may not read from the host goes into the key that it is kept under.
 - Nothing inside waits for the device: no `.item()`, no shape that depends on data, no copy from host memory.
 
-Recording runs nothing, and is preceded by runs that compile, tune and allocate, on the real buffers: these
-are put back afterwards, and what warm-up left in the caches lies above the committed prefix. Graphs share one
+Recording executes nothing. It is preceded by WARM_UPS runs, on the real buffers, that compile, tune and
+allocate; afterwards the buffers are put back, and what these runs left in the caches lies above the prefix. Graphs share one
 pool of memory, since no two run at once; so an output is read, or copied, before the next replay. Larger
 graphs leave room that smaller ones fit into. If several graphs will be needed, record the largest first.
 

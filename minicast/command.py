@@ -171,7 +171,7 @@ class Choice:
 
     def note_thinking(self, program: str, enabled: bool) -> None:
         """Say so where the head was trained on answers of the other mode of the chat template."""
-        if self.draft and self.pair and self.pair.thinking != enabled:
+        if self.draft and self.pair and self.pair.thinking not in (None, enabled):
             trained = f"the head of {self.pair.name} was trained with{'' if self.pair.thinking else 'out'}"
             print(f"{program}: {trained} --enable-thinking: expect short rounds", file=sys.stderr)
 
@@ -255,7 +255,7 @@ def peak_memory(device: torch.device) -> int:
         with open("/proc/self/status") as status:  # ru_maxrss may be the parent's, from before this program
             peak = next(line for line in status if line.startswith("VmHWM"))
         return int(peak.split()[1]) * 1024
-    except OSError:
+    except (OSError, StopIteration):  # not everywhere is there such a file, or such a line
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -24,6 +24,8 @@ def fault(tree: Tree, vocabulary: int) -> str | None:
     fields = (tree.tokens, tree.parents, tree.depths, tree.log_mass)
     if not all(isinstance(values, torch.Tensor) and values.dim() == 1 for values in fields):
         return "its fields must be tensors of one dimension"
+    if any(values.dtype not in (torch.int32, torch.int64) for values in fields[:3]):
+        return "tokens, parents and depths must be whole numbers, of 32 or 64 bits"
     N = tree.width
     if any(len(values) != N for values in (tree.parents, tree.depths, tree.log_mass)):
         return "its fields have different lengths"

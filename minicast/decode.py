@@ -21,13 +21,14 @@ from torch import Tensor
 from graphs.capture import CompiledLayer, CudaRecorder, Graphs, clock
 from graphs.masks import BODIES
 from minicast.methods import METHODS, Method, Proposal, best_first, chain, is_custom, no_tree
+from minicast.policy import FixedWidth, Policy, is_policy
 from minicast.round import (
     FAULTS, MAX_ROWS, Request, Settled, State, pack, prefill, propose, read_features, settle,
 )
 from minicast.sampling import SamplingParams, is_integer
 from minicast.tree import RANK_CAP, Tree
 from minicast.verify import target_choices
-from minicast.width import MAX_WIDTH, UNINFORMED, FixedWidth, Policy, clamp_width, is_policy
+from minicast.width import MAX_WIDTH, UNINFORMED, clamp_width
 from model.config import check_pair
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
@@ -43,12 +44,13 @@ class Options:
         method: "ar", "dflash", "cast", or a function from `Proposal` to `Tree`
         width: N for "cast", 0..127; 0 is "ar"; "auto": one that pays on this machine, found by a probe that is
             kept on disk; "round": likewise, for each round; both fall back on AR where drafting does not pay;
-            or a policy of your own, see `width.Policy`
+            or a policy of your own, see `policy.Policy`
         max_new_tokens: exact bound on new tokens; 0 gives none
         temperature, top_k, top_p, seed: see `minicast.sampling`; temperature 0 is greedy
         stop_ids: ids that end the answer; the one reached is emitted
         rank_cap: K, ranks kept at each position; None keeps all
-        verifier: "direct" or "stochastic" (see `minicast.verify`), only matters at temperature > 0
+        verifier: "direct" or "stochastic" (see `minicast.verify`), only matters at temperature > 0. What the latter
+            draws depends on the tree, so its text repeats for a seed where the width is fixed, not timed
     """
 
     method: str | Method = "cast"
@@ -64,14 +66,15 @@ class Options:
 
     def __post_init__(self):
         N, K, ids, most = self.width, self.rank_cap, self.stop_ids, self.max_new_tokens
+        listed = isinstance(ids, Container) and not isinstance(ids, str) and not any(fault in ids for fault in FAULTS)
         chooses = is_policy(N) or N in ("auto", "round") or (is_integer(N) and N >= 0)
         rules = {
-            "method": (callable(self.method) or self.method in METHODS, f"one of {', '.join(METHODS)}, or a function"),
+            "method": (callable(self.method) or self.method in [*METHODS], f"one of {', '.join(METHODS)}, or a function"),
             "width": (chooses, f"auto, round, a whole number from 0 to {MAX_WIDTH} or a policy"),
             "max_new_tokens": (is_integer(most) and most >= 0, "a whole number of at least 0"),
             "rank_cap": (K is None or (is_integer(K) and K >= 1), "at least 1, or none to keep all ranks"),
             "verifier": (self.verifier in ("direct", "stochastic"), "direct or stochastic"),
-            "stop_ids": (isinstance(ids, Container) and not isinstance(ids, str), "a collection of token ids"),
+            "stop_ids": (listed, "a collection of token ids"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
@@ -241,7 +244,7 @@ class Decoder:
             emitted = emitted[:-1] if emitted[-1] in FAULTS else emitted  # or it was cut
             token_ids += emitted
             output.token_ids += emitted
-            state.keep(min(state.prefix, len(token_ids)))  # what was cut must not be inherited by a next turn
+            state.rewind(min(state.prefix, len(token_ids)))  # what was cut must not be inherited by a next turn
             if tree is not None:
                 output.round_lengths.append(len(emitted))
                 output.widths.append(tree.width)
@@ -263,14 +266,14 @@ class Decoder:
             started, opened = started + away, opened and opened + away
             width, began = clamp_width(policy.width), time.perf_counter()
             tree = self.propose(request, token_ids, width)  # 1 draft 2 propose 3 pack
-            tree = self._keep(tree, policy.keep(tree))
+            tree = self._first(tree, policy.keep(tree))
             opened = opened or clock(self.target.device)
             settled = Settled.read(self.settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
             state.commit(settled.tokens, request.tap)
             emitted = settled.tokens[1:] + [settled.next_token]
 
     def _policy(self, options: Options, prompt_tokens: int, new_tokens: int) -> Policy:
-        """What chooses each round's width, see `minicast.width`. The first of a deployment measures costs."""
+        """What chooses each round's width, see `minicast.policy`. The first of a deployment measures costs."""
         if is_policy(options.width):
             return options.width
         if isinstance(options.width, Integral):
@@ -286,7 +289,7 @@ class Decoder:
 
     def request(self, options: Options, drafts: bool) -> Request:
         """What the rounds need of `options`; drafts: the width is not 0 for good."""
-        method = METHODS.get(options.method, options.method)
+        method = options.method if callable(options.method) else METHODS[options.method]
         if method is best_first and not drafts:
             method = no_tree
         if self.draft is None and method in (chain, best_first):
@@ -321,7 +324,7 @@ class Decoder:
             if cached != token:
                 break
             shared += 1
-        state.keep(min(shared, state.tapped) if request.tap else shared)
+        state.rewind(min(shared, state.tapped) if request.tap else shared)
         self.reserve(len(token_ids) + room)
         return state.prefix
 
@@ -353,17 +356,15 @@ class Decoder:
             return propose(state, request, token_ids, width)
         if method is no_tree:  # nothing to pack: a step of AR is the one replay that follows
             return no_tree(Proposal(token_ids, 0, None, draft=None, static=True, device=state.P.device))
-        drafted = state.drafted
         tree = self.graphs.run(
             ("propose", method, width, request.rank_cap),
             lambda: propose(state, replace(request, custom=False), (), width),  # a check reads the tree on the host
             state.buffers(), f"{method.__name__} of width {width}",
         )
-        # A replay runs nothing on the host, and recording ran it too often.
-        state.drafted = min(drafted + state.depth + 1, state.prefix)
+        state.drafted = state.prefix  # a replay counts nothing on the host, and recording counted too often
         return tree.to(state.P.device, copy=True)
 
-    def _keep(self, tree: Tree, count: int) -> Tree:
+    def _first(self, tree: Tree, count: int) -> Tree:
         """Its first `count` nodes, by a policy's choice. Where rounds are padded, the pack must hold no others."""
         if not (isinstance(count, Integral) and 0 <= count <= tree.width):
             raise UsageError(f"a policy keeps 0 to {tree.width} nodes of a tree of {tree.width}, not {count}")

@@ -35,14 +35,15 @@ from torch import Tensor
 
 from graphs.capture import CompiledLayer, clock
 from graphs.masks import BitMask, flex
+from minicast.back_off import BackOff
 from minicast.command import guarded
 from minicast.decode import Decoder
 from minicast.methods import Proposal, capturable, no_tree
+from minicast.policy import AutoWidth
 from minicast.probe import Passes
 from minicast.round import Settled
 from minicast.sampling import CHOICE, gumbel_noise, keyed_uniform
 from minicast.tree import Tree, ancestor_matrix
-from minicast.width import AutoWidth, BackOff
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, write_atomically

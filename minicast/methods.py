@@ -28,7 +28,7 @@ class Proposal:
         width: N asked for; a method may return fewer nodes, on the host at least
         rank_cap: K, ranks kept at each position; None keeps all
         draft: runs the drafter on [b, mask × L] -> log q (L, V); call it at most once. Given a depth, it scores no
-            position beyond: on a small target that costs more than a layer
+            position beyond: on a small target the LM head at one position costs more than a layer of the drafter
         static: build with fixed shapes only
         device: of the models
     """

@@ -3,7 +3,7 @@
     python -m minicast.replay --analyse --out DIR --costs FILE     (FILE: of the bench, with width auto)
 
 A replayed round takes the l(N) that a probe measured, and commits what the recorded drafts say it would. The
-policies are those of `minicast.width`, as the decoder runs them, back-off included. So this tells what a rule is
+policies are those of `minicast.policy`, as the decoder runs them, back-off included. So this tells what a rule is
 worth where timing cannot: whether a width for each round beats one N*, how far N* is from the best fixed width of
 a domain, what back-off loses on a hard text. It holds as far as a round costs what the probe says.
 
@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from minicast.back_off import BackOff
 from minicast.curve import MassCurve
+from minicast.policy import FixedWidth, Policy
 from minicast.probe import DISTURBED, Costs, costs_of, decide_by, policy_of
 from minicast.prompts import EVERYTHING
 from minicast.replay import Replayable, committed
 from minicast.tree import RANK_CAP
-from minicast.width import BackOff, FixedWidth, Policy
 from model.errors import UsageError
 from model.files import read_text
 

@@ -29,14 +29,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from graphs.capture import clock
+from minicast.back_off import BackOff, Pace
 from minicast.curve import MassCurve, read_shipped
 from minicast.decode import Decoder, Options
 from minicast.machine import processor
+from minicast.policy import AutoWidth, FixedWidth, Policy, RoundWidth
 from minicast.round import MAX_ROWS, Request
-from minicast.width import (
-    FIT_FROM, MAX_WIDTH, UNINFORMED, AutoWidth, BackOff, CostModel, Decision, FixedWidth, Pace, Policy, RoundWidth,
-    best_drafted, decide, round_times,
-)
+from minicast.width import FIT_FROM, MAX_WIDTH, UNINFORMED, CostModel, Decision, best_drafted, decide, round_times
 from model.default_model import cache_directory
 from model.dflash import DraftHead
 from model.files import write_atomically
@@ -362,8 +361,9 @@ class Deployment:
     def policy(self, options: Options, custom: bool, prompt_tokens: int, new_tokens: int) -> Policy:
         """The policy of one answer, for the width "auto" or "round".
 
-        A method that is not ours need not propose best first, and is there to be seen: one width, never AR. A curve is
-        learned from trees of the usual rank cap alone: it serves all answers to come.
+        A method that is not ours need not propose best first, so the curve says nothing of its trees, and its author wants
+        to see it run: one width, never AR. A curve is learned from trees of the usual rank cap alone: it serves all
+        answers to come.
         """
         costs = self.costs_at(prompt_tokens, new_tokens)
         decision = self.decision(costs)
@@ -448,7 +448,7 @@ def policy_of(
     """The policy of an answer that begins now, for the width "auto" or "round".
 
     decision: None while the mass curve is young: then every round goes by its own masses, and `learn` sees them.
-        Where it is AR, nothing drafts, so nothing would tell that costs have changed: --reprobe does
+        Where it is AR, nothing is drafted, so a change of costs goes unnoticed until --reprobe
     """
     if width == "auto" and decision and decision.width == 0:
         return FixedWidth(0)

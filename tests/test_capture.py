@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs
 from graphs.masks import BODIES
 from minicast import Decoder
+from minicast.back_off import Pace
 from minicast.bench import Arm, warm_up
 from minicast.curve import MassCurve
 from minicast.decode import Options
@@ -20,7 +21,7 @@ from minicast.methods import METHODS, capturable
 from minicast.probe import LEARNED, Costs, Deployment, Passes
 from minicast.round import BUCKETS, COMPILED_BUCKETS, Settled, pack, settle
 from minicast.tree import candidate_pairs, device_tree, top_ranked
-from minicast.width import MAX_WIDTH, Pace
+from minicast.width import MAX_WIDTH
 from model.linear import Linear
 from model.transformer import Layer
 from test_decode import CONTEXT, DEPTH, autoregressive, oracle, prompt_of, tiny_draft, tiny_target, tree_of

@@ -312,7 +312,7 @@ def test_ctrl_c_stops_the_reply_and_keeps_what_was_shown(talk, models, tokenizer
     assert status == 0 and f"replies  {len(cut.token_ids) + len(last.token_ids)} tokens" in err
 
 
-@pytest.mark.parametrize("where", ["draft", "settle", "commit", "keep", "prefill", "reserve"])
+@pytest.mark.parametrize("where", ["draft", "settle", "commit", "rewind", "prefill", "reserve"])
 def test_ctrl_c_anywhere_in_a_round_leaves_caches_that_hold(talk, models, monkeypatch, where):
     """It may come between any two statements: half of a round's bookkeeping must not be taken for a prefix."""
     decoder, calls = Decoder(*models), []

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 from minicast import replay
+from minicast.back_off import BackOff
 from minicast.curve import MassCurve
 from minicast.decode import Decoder
+from minicast.policy import AutoWidth, FixedWidth, RoundWidth
 from minicast.policy_replay import Measured, by_domain, compare, decode_ms
 from minicast.probe import DISTURBED, Costs
 from minicast.prompts import EVERYTHING
 from minicast.replay import Replayable
-from minicast.width import AutoWidth, BackOff, FixedWidth, RoundWidth
 from model.errors import UsageError
 from test_replay import PROMPTS, TOKENS, models, names, recorded  # noqa: F401  fixtures
 

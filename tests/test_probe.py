@@ -12,16 +12,15 @@ import torch
 
 from graphs.capture import clock
 from graphs.masks import TILE
-from minicast import decode, probe
-from minicast import width as widths
+from minicast import back_off, decode, probe
+from minicast.back_off import RECORDED_TRY_SHARE, TRY_SHARE
 from minicast.curve import MassCurve
 from minicast.decode import Decoder, Options
+from minicast.policy import AutoWidth, FixedWidth, RoundWidth
 from minicast.probe import LEARNED, Costs, Deployment, Timings, interleaved
 from minicast.round import BUCKETS
 from minicast.tree import best_first_tree, chain_tree
-from minicast.width import (
-    MAX_WIDTH, RECORDED_TRY_SHARE, TRY_SHARE, AutoWidth, CostModel, FixedWidth, RoundWidth, stopping_width,
-)
+from minicast.width import MAX_WIDTH, CostModel, stopping_width
 from model.errors import UsageError, UserError
 from test_decode import DEPTH, autoregressive, prompt_of, tiny_draft, tiny_target
 
@@ -398,7 +397,7 @@ SAMPLED = {"temperature": 1.0, "seed": 3}
 ], ids=["auto", "auto-sampled", "round-sampled", "round-steep"])
 def test_adaptive_widths_give_the_autoregressive_tokens(target, draft, table, body, width, ms, options, monkeypatch):
     """Trimmed trees, pauses and drafts after pauses change no token, and the caches serve a next turn."""
-    monkeypatch.setattr(widths, "RECORDED_BUDGET", 1.0)  # so that it pauses early
+    monkeypatch.setattr(back_off, "RECORDED_BUDGET", 1.0)  # so that it pauses early
     ship(draft, accepted=GOOD)
     table.ms = ms
     decoder = Decoder(target, draft, attention=body, max_length=128)

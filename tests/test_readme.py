@@ -19,7 +19,7 @@ COMMAND_BLOCKS = [  # one command a line; those that need what a test machine la
     block.replace("\\\n", " ").splitlines() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
 ]
 COMMANDS = sum(COMMAND_BLOCKS, [])
-ELSEWHERE = ("# needs the hub", "# needs a GPU", "# another program")
+ELSEWHERE = ("# needs the hub", "# another program")
 INSTALL_AND_TEST = ("pip install", "python -m pytest")
 FEWER = {  # flags appended, so that a command that trains for an hour does so for a second: the last flag counts
     "model.train_dflash": "--minutes 0.02 --own-prompts 8 --max-new-tokens 12 --held-out 1",

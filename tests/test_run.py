@@ -17,11 +17,12 @@ from tqdm import tqdm
 import run
 from graphs.masks import BODIES
 from minicast import bench, command, probe
+from minicast.command import Choice
 from minicast.decode import Decoder, Output, Round
 from minicast.methods import METHODS
 from minicast.terminal import DIM, GREEN, PLAIN, RESET, Answer, Screen, show_answer, tree_lines
 from minicast.tree import RANK_CAP, Tree
-from model import load_draft, load_target, load_tokenizer
+from model import hub, load_draft, load_target, load_tokenizer
 from model.errors import UserError
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
@@ -515,7 +516,7 @@ def test_figures_of_an_answer():
     text = "\n".join(answer.lines())
     for words in (
         "10 tokens, 0.50 s, 20.0 tok/s", "7 tokens, 1.40 s, 5.0 tok/s, 200.0 ms a token",
-        "3 of cast (N = 15)", "2.00 tokens committed", "1.33 of them accepted", "1: 1  2: 1  3: 1",
+        "3 of cast (N = 15)", "2.00 tokens committed", "1.33 of them accepted", "R = 1 in 1 rounds, 2 in 1, 3 in 1",
         "stopped: eos",
     ):
         assert words in text
@@ -671,3 +672,13 @@ def test_names_that_are_none_are_refused_before_loading(capsys, models, tmp_path
             assert run.main(["-p", "x", *flags]) == 2
             err = capsys.readouterr().err
             assert word in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("pair, enabled, words", [
+    ("qwen3-4b", True, "was trained without --enable-thinking: expect short rounds"), ("qwen3-4b", False, None),
+    ("smollm2", True, None), ("smollm2", False, None),
+])
+def test_thinking_that_a_head_was_not_trained_for_is_told(capsys, pair, enabled, words):
+    """In the other mode of a template acceptance collapses; a template without modes has no other one."""
+    Choice(pair, pair, hub.known_pair(pair)).note_thinking("run.py", enabled)
+    assert capsys.readouterr().err == (f"run.py: the head of {pair} {words}\n" if words else "")

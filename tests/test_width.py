@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minicast.tree import Tree
-from minicast.width import (
-    BANK, BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, LENT, MAX_WIDTH, MEMORY, RECORDED_BUDGET,
-    RECORDED_TRY_SHARE, TRUSTED_FROM, TRY_SHARE, AutoWidth, BackOff, CostModel, FixedWidth, Pace, RoundWidth, Trust,
-    clamp_width, decide, paying_width, round_times, stopping_width,
+from minicast.back_off import (
+    BANK, BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, LENT, MEMORY, RECORDED_BUDGET, RECORDED_TRY_SHARE,
+    TRUSTED_FROM, TRY_SHARE, BackOff, Pace, Trust,
 )
+from minicast.policy import AutoWidth, FixedWidth, RoundWidth, paying_width
+from minicast.tree import Tree
+from minicast.width import MAX_WIDTH, CostModel, clamp_width, decide, round_times, stopping_width
 
 BUCKETS = (1, 16, 24, 32, 48, 64, 96, 128)
 

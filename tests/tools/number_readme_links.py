@@ -13,9 +13,9 @@ LINK = re.compile(r"\[`(?P<name>\w+)`\]\((?P<path>[\w/]+\.py)#L(?P<line>\d+)\)")
 
 
 def defined_at(name: str, path: str) -> int:
-    """The line of `def name` or `class name` at the top of a file."""
+    """The line of the first `def name` or `class name` in a file."""
     lines = (ROOT / path).read_text().split("\n")
-    return next(number for number, line in enumerate(lines, 1) if re.match(rf"(def|class) {name}\b", line))
+    return next(number for number, line in enumerate(lines, 1) if re.match(rf"\s*(def|class) {name}\b", line))
 
 
 if __name__ == "__main__":

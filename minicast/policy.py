@@ -1,0 +1,136 @@
+"""Who chooses the width of each round: policies, by the rule of `width` and the pauses of `back_off`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import isnan
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from minicast.back_off import BackOff
+from minicast.tree import Tree
+from minicast.width import MAX_WIDTH
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Chooses the width of an answer's rounds: any object with these three.
+
+    Attributes:
+        width: N to propose in the next round, 0 to MAX_WIDTH; 0 is AR. Read once a round
+    """
+
+    width: int
+
+    def keep(self, tree: Tree) -> int:
+        """How many of the first nodes of the tree proposed are verified."""
+
+    def observe(self, width: int, committed: int, seconds: float) -> None:
+        """A round verified `width` nodes, committed R tokens, after cuts, and took so long from draft to commit."""
+
+
+def is_policy(width) -> bool:
+    """Whether it can choose the width of rounds."""
+    return isinstance(width, Policy) and not isinstance(width, type)
+
+
+@dataclass
+class FixedWidth:
+    """Always the same width."""
+
+    width: int
+
+    def keep(self, tree: Tree) -> int:
+        return tree.width
+
+    def observe(self, width: int, committed: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+
+@dataclass
+class AutoWidth:
+    """One N* for every round (paper, §3.3), and AR while that does not pay.
+
+    best: N* >= 1; times: round_times, up to N* at least
+    """
+
+    best: int
+    times: Sequence[float]
+    back_off: BackOff
+    _log_mass: Tensor = field(default_factory=lambda: torch.empty(0), init=False)  # (N,) of the round, on the host
+
+    @property
+    def width(self) -> int:
+        return self.best if self.back_off.drafting else 0
+
+    def keep(self, tree: Tree) -> int:
+        """All of it. Nobody waits for its masses: a copy to pinned memory is there when the round's outcome is."""
+        log_mass = tree.log_mass
+        self._log_mass = torch.empty_like(log_mass, device="cpu", pin_memory=log_mass.is_cuda)
+        self._log_mass.copy_(log_mass, non_blocking=True)
+        return tree.width
+
+    def observe(self, width: int, committed: int, seconds: float) -> None:
+        promised = self._log_mass.exp().sum().item()
+        self.back_off.observe(
+            width > 0, committed, seconds, promised=promised, predicted_ms=self.times[width], ar_ms=self.times[0]
+        )
+
+
+@dataclass
+class RoundWidth:
+    """A width for each round by its own masses: the widest tree is proposed, its best nodes are verified.
+
+    It reads the tree's masses on the host, on a GPU one wait a round more.
+
+    times: round_times, as far as costs are known: no tree is wider; all of them after the same proposal
+    draft_ms: the part that a round has spent when its masses are known
+    rate: tokens a ms that the decoder makes otherwise, the price of time
+    look: shown masses and depths of every proposed tree, to learn from them; these trees are as wide as can be
+    """
+
+    times: Sequence[float]
+    draft_ms: float
+    rate: float
+    back_off: BackOff
+    look: Callable[[list[float], list[float]], None] | None = None
+    _drafted: bool = field(default=False, init=False)
+    _promised: float = field(default=0.0, init=False)
+
+    @property
+    def width(self) -> int:
+        self._drafted = self.back_off.drafting
+        return 0 if not self._drafted else MAX_WIDTH if self.look else len(self.times) - 1
+
+    def keep(self, tree: Tree) -> int:
+        if tree.width == 0:
+            return 0
+        masses, depths = torch.stack((tree.log_mass.exp(), tree.depths.float())).tolist()
+        if isnan(masses[0]):  # as the best: it stays, so that `settle` reports it
+            return tree.width
+        if self.look:
+            self.look(masses, depths)
+        width = paying_width(masses[: len(self.times) - 1], self.times, self.draft_ms, self.rate)
+        self._promised = sum(masses[:width])
+        return width
+
+    def observe(self, width: int, committed: int, seconds: float) -> None:
+        predicted_ms = self.draft_ms + self.times[0] if self._drafted and width == 0 else self.times[width]
+        self.back_off.observe(
+            self._drafted, committed, seconds,
+            promised=self._promised, predicted_ms=predicted_ms, ar_ms=self.times[0],
+        )
+
+
+def paying_width(masses: Sequence[float], times: Sequence[float], draft_ms: float, rate: float) -> int:
+    """How many of a drafted round's nodes pay for their verification: 0..len(masses), the larger of equals.
+
+    Over many rounds throughput is highest if each of them takes what its time is worth elsewhere: the N of
+    largest 1 + g(N) - rate l(N). That is Theorem 2 with the decoder's own throughput in the place of this
+    round's. The draft is spent either way, so here N = 0 pays it too.
+    """
+    times = [draft_ms + times[0], *times[1:]]
+    surplus = [R - rate * ms for R, ms in zip(accumulate(masses, initial=1.0), times)]
+    return max(range(len(surplus)), key=lambda N: (surplus[N], N))
