@@ -97,7 +97,7 @@ class Output:
     Attributes:
         token_ids: new tokens only, EOS included if reached
         round_lengths: R of every round, counted after cuts; the first token comes from the prefill, not a round
-        widths: N of every round
+        widths: N of every round; a body of fixed shapes counts what fills up a tree where candidates run out
         stop_reason: "eos", "length" or "context"
         prefill_seconds: prompt to first token, the drafter's prefill included
         decode_seconds: the paper's timer (Appendix D): opens after prefill and, where something is drafted, after

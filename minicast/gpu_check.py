@@ -340,7 +340,7 @@ def more_latencies(check: Check) -> None:
     ms = check.milliseconds(partial(passes.propose, 63))
     check.timed(f"draft and a tree of 63 after {long}", ms, propose_bytes(target, draft, long))
     del pair, target, draft, decoder, passes
-    for name in () if check.tiny else ("llama-3.1-8b", "qwen3-4b"):
+    for name in () if check.tiny else ("llama3.1-8b", "qwen3-4b"):
         if check.device.type == "cuda":
             torch.cuda.empty_cache()
         pair = random_pair(name, check.dtype, check.device)

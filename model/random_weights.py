@@ -43,7 +43,7 @@ SHAPES = {
         dict(intermediate=9728, layers=5, block_size=16, taps=(1, 9, 17, 25, 33), mask_token_id=151669),
         dict(vocab_size=151936, hidden=2560, heads=32, kv_heads=8, head_dim=128, context=40960),
     ),
-    "llama-3.1-8b": _shape(
+    "llama3.1-8b": _shape(
         dict(intermediate=14336, layers=32, eps=1e-5, rope=Rope(5e5, "llama3", 8.0, original_context=8192),
              family="llama", tied=False),
         dict(intermediate=12288, layers=5, block_size=10, taps=(1, 8, 15, 22, 29), mask_token_id=128002),
