@@ -16,9 +16,10 @@ What a graph can hold, and why the code it holds looks as it does:
 - Nothing inside waits for the device: no `.item()`, no shape that depends on data, no copy from host memory.
 
 Recording executes nothing. It is preceded by WARM_UPS runs, on the real buffers, that compile, tune and
-allocate; afterwards the buffers are put back, and what these runs left in the caches lies above the prefix. Graphs share one
-pool of memory, since no two run at once; so an output is read, or copied, before the next replay. Larger
-graphs leave room that smaller ones fit into. If several graphs will be needed, record the largest first.
+allocate; afterwards the buffers are put back, and what these runs left in the caches lies above the prefix.
+Graphs share one pool of memory, since no two run at once; so an output is read, or copied, before the next
+replay. Larger graphs leave room that smaller ones fit into. If several graphs will be needed, record the
+largest first.
 
 Nothing here knows what a round is: that is in `minicast.round`, and on a CPU its functions run uncaptured.
 """

@@ -68,7 +68,7 @@ class Options:
         N, K, ids, most = self.width, self.rank_cap, self.stop_ids, self.max_new_tokens
         listed = isinstance(ids, Container) and not isinstance(ids, str) and not any(fault in ids for fault in FAULTS)
         chooses = is_policy(N) or N in ("auto", "round") or (is_integer(N) and N >= 0)
-        rules = {
+        rules = {  # a list of names, for what is no name need not be hashable
             "method": (callable(self.method) or self.method in [*METHODS], f"one of {', '.join(METHODS)}, or a function"),
             "width": (chooses, f"auto, round, a whole number from 0 to {MAX_WIDTH} or a policy"),
             "max_new_tokens": (is_integer(most) and most >= 0, "a whole number of at least 0"),

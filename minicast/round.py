@@ -263,9 +263,9 @@ def propose(state: State, request: Request, token_ids: Sequence[int], width: int
 def settle(state: State, request: Request, n: int) -> Tensor:
     """Steps 4–6: verify the pack's first n rows, walk, commit the accepted path.
 
-    Returns what the host needs to know as one tensor (2 + 2M,) int64, M = deepest + 1 the longest path: A, the target's own
-    next token (below 0: a key of FAULTS), the path's tokens (M,) and its packed rows (M,), of which the first
-    A + 1 count. `Settled.read` is its reader.
+    Returns what the host needs to know as one tensor (2 + 2M,) int64, M = deepest + 1 the longest path: A, the
+    target's own next token (below 0: a key of FAULTS), the path's tokens (M,) and its packed rows (M,), of which
+    the first A + 1 count. `Settled.read` is its reader.
     """
     tokens, parents, depths, visible = state.tokens[:n], state.parents[:n], state.depths[:n], state.visible[:n, :n]
     deepest = min(n - 1, request.deepest)

@@ -46,7 +46,7 @@ def walk(tokens: Tensor, parents: Tensor, visible: Tensor, choices: Tensor, deep
     parents:   (n,) int64 packed rows; the entry of row 0 is ignored; a padding row is its own parent
     visible:   (n, n) bool, row v true at v and at its ancestors, b included
     choices:   (n,) int64, the target's choice at each row
-    deepest: most levels a tree of the request can have; `path` has one entry more, whatever the tree
+    deepest:   most levels a tree of the request can have; `path` has one entry more, whatever the tree
     """
     n = tokens.shape[0]
     rows = torch.arange(n, device=tokens.device)

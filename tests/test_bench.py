@@ -61,11 +61,14 @@ def test_names_the_line_it_cannot_read(tmp_path):
     broken = {"{": "JSON", '{"title": "x"}': "question", "[1]": "question", '{"turns": []}': "turns"}
     broken |= {'{"prompt": "x", "domain": 3}': "domain", '{"prompt": "x", "domain": ["a"]}': "domain"}
     broken |= {'{"prompt": "x", "domain": "a|b"}': "table", '{"prompt": "x", "domain": "a\\n"}': "table"}
-    broken |= {'{"prompt": "\\ud800"}': "Unicode", "[" * 100_000: "JSON"}
+    broken |= {"[" * 100_000: "JSON"}
     for line, word in broken.items():
         file.write_text('{"prompt": "fine"}\n' + line)
-        with pytest.raises(UserError, match=f"broken.jsonl:2.*{word}"):
+        with pytest.raises(UsageError, match=f"broken.jsonl:2.*{word}"):
             prompts.read_prompts([file], None)
+    file.write_text('{"prompt": "fine"}\n{"prompt": "\\ud800"}')
+    with pytest.raises(UserError, match="broken.jsonl:2.*Unicode"):
+        prompts.read_prompts([file], None)
     file.write_bytes(b'{"prompt": "\xff"}')
     for unreadable in (file, tmp_path / "absent.jsonl"):
         with pytest.raises(UserError, match=unreadable.name):

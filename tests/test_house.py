@@ -43,18 +43,22 @@ def test_run_stays_short():
 
 
 # What turns ids into the next ids, whatever the width: flags, weights, both models, the round and its graphs.
-ROUND = ["run", "minicast/decode", "minicast/round", "minicast/methods", "minicast/tree", "minicast/verify"]
-ROUND += ["minicast/sampling", "model/transformer", "model/dflash", "model/linear", "model/weights", "model/config"]
+ROUND = ["run", "minicast/decode", "minicast/tree", "minicast/verify", "minicast/sampling"]
+ROUND += ["model/transformer", "model/dflash", "model/weights", "model/config"]
 ROUND += [f"graphs/{path.stem}" for path in (ROOT / "graphs").glob("*.py")]
+SPLIT_OFF = ["minicast/round", "minicast/methods", "model/linear"]  # from the decoder and the transformer, once
 
 
 def test_the_rooms_of_a_round_stay_short():
     """They are to be read over lunch, so they may shrink, not grow.
 
     It is not all that a default run imports. How wide to draft is decided in `width`, `back_off`, `policy`, `curve`,
-    `probe` and `machine`, and changes no text; prompts, templates, downloads and the terminal come before the ids and after them.
+    `probe` and `machine`, and changes no text; prompts, templates, downloads and the terminal come before the ids and
+    after them.
     """
-    assert sum(code_lines(ROOT / f"{room}.py") for room in ROUND) <= 1810
+    main, split_off = (sum(code_lines(ROOT / f"{room}.py") for room in rooms) for rooms in (ROUND, SPLIT_OFF))
+    assert main < 1500
+    assert main + split_off <= 1810
 
 
 def test_rooms_import_one_way():
