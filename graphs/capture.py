@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from model.linear import FEW_ROWS
+from model.linear import FEW_ROWS, trim
 from model.transformer import Layer, Pair, Window
 
 WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the recorded one will
@@ -52,9 +52,11 @@ class CompiledLayer:
     All layers of a model are one function with other weights, so that the first compiles for all of them. Passes over
     the live slice leave the number of slots open, and are compiled for each number of rows. Where compiling fails, for
     want of a compiler mostly, there is one warning, and layers run as they are written.
+
+    backend: torch.compile's, in the place of Inductor
     """
 
-    def __init__(self, backend: str | Callable = "inductor"):
+    def __init__(self, backend: Callable | None = None):
         # All decoders' shapes count together, and beyond the limit a new one would be an error.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
         torch._dynamo.config.specialize_float = True  # epsilon is a constant, where sizes are open too
@@ -86,10 +88,11 @@ class CompiledLayer:
             from torch._inductor.compile_fx import compile_fx  # takes a second, which others need not wait
 
             with tqdm(total=1, desc="compile", leave=False, disable=None):
-                return compile_fx(graph, inputs, config_patches=options)
+                compiled = compile_fx(graph, inputs, config_patches=options)
+            trim()  # what compiling took
+            return compiled
 
-        backend = inductor if self.backend == "inductor" else self.backend
-        return torch.compile(function, fullgraph=True, backend=backend, **how)
+        return torch.compile(function, fullgraph=True, backend=self.backend or inductor, **how)
 
     def _run(self, compiled: Callable, plain: Callable, *arguments) -> Tensor | None:
         if self.failed:

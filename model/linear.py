@@ -119,8 +119,7 @@ def lay_out(*models: nn.Module | None, compiled: bool) -> None:
     stale = [layer for layer in layers if (layer.packed if compiled else layer.panels) is not None]
     for layer in stale:
         layer.to_panels() if compiled else layer.from_panels()
-    if stale:
-        trim()
+        trim()  # at once, or what all layers free would lie beside what they take
 
 
 def trim() -> None:
