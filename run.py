@@ -98,11 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
         from minicast.narrate import Watcher, explain_round
     decoder_class = Watcher if arguments.explain_round else Decoder
     decoder = decoder_class(target, draft, compile=arguments.compile, attention=arguments.attention)
-    options = {name: getattr(arguments, name) for name in OPTIONS} | {"stop_ids": tokenizer.stop_ids}
-    request = options | {"method": arguments.method, "width": arguments.width}
+    common = {name: getattr(arguments, name) for name in OPTIONS} | {"stop_ids": tokenizer.stop_ids}
+    options = common | {"method": arguments.method, "width": arguments.width}
     screen = Screen()
     if arguments.chat:
-        return Chat(decoder, conversation, request, screen).run()
+        return Chat(decoder, conversation, options, screen).run()
     if probes:
         from minicast.probe import explain
 
@@ -112,12 +112,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         from minicast.bench import show_comparison
 
-        return show_comparison(decoder, tokenizer, prompt_ids, arguments.width, options, screen, as_json=arguments.json)
+        return show_comparison(decoder, tokenizer, prompt_ids, arguments.width, common, screen, as_json=arguments.json)
     if arguments.explain_round:
-        explain_round(decoder, tokenizer, prompt_ids, request, arguments.explain_round, screen)
+        explain_round(decoder, tokenizer, prompt_ids, options, arguments.explain_round, screen)
         return 0
     live = not (arguments.json or arguments.show_tree)
-    answer = show_answer(decoder, tokenizer, prompt_ids, request, screen, live, arguments.show_tree)
+    answer = show_answer(decoder, tokenizer, prompt_ids, options, screen, live, arguments.show_tree)
     memory = peak_memory(placement.device)
     if arguments.json:
         where = {"weights": choice.source(), "placement": str(placement), "peak_memory_bytes": memory}

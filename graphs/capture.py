@@ -30,7 +30,6 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,11 +72,14 @@ class CompiledLayer:
         """As `Layer.forward`: x (B, T, H) -> (B, T, H)."""
         one = x.shape[1] == 1 and x.dtype != torch.float32  # tuning takes a while, and float32 is not for speed
         compiled = self.open if window.live is not None else self.one if one else self.many
+        compiled = Layer.forward if layer.self_attn.o_proj.packed else compiled  # by another decoder, in between
         return self._run(compiled, Layer.forward, layer, x, rope, cache, window)
 
     def remember(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair, slots: Tensor) -> None:
         """As `Layer.remember`: x (B, T, H), slots (T,), for few T. Caches of a GPU do not grow, those of a CPU do."""
-        self._run(self.memory if x.is_cuda else self.open_memory, Layer.remember, layer, x, rope, cache, slots)
+        packed = layer.self_attn.o_proj.packed
+        compiled = Layer.remember if packed else self.memory if x.is_cuda else self.open_memory
+        self._run(compiled, Layer.remember, layer, x, rope, cache, slots)
 
     def works(self) -> bool:
         """Whether anything compiles here."""
@@ -127,20 +129,12 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-@dataclass
-class Captured:
-    """A recorded function. `output` is what it returned while recorded: replays fill its tensors."""
-
-    graph: Any
-    output: Any
-
-
 class Graphs:
     """Functions of fixed buffers, each recorded at its first use under a key and replayed from then on."""
 
     def __init__(self, recorder: "CudaRecorder"):
         self.recorder = recorder
-        self.captured: dict[Hashable, Captured] = {}
+        self.captured: dict[Hashable, tuple[Any, Any]] = {}  # a graph; what it returned, whose tensors replays fill
 
     def run(self, key: Hashable, function: Callable[[], Any], buffers: Sequence[Tensor], label: str) -> Any:
         """Run `function`, by replay; returns its output, valid until the next replay of any graph.
@@ -155,9 +149,9 @@ class Graphs:
             if len(self.captured) >= MAX_GRAPHS:
                 self.clear()  # all: freeing one may free a workspace of cuBLAS's that others on its stream still use
             self.captured[key] = self._capture(function, buffers, label)
-        captured = self.captured[key]
-        captured.graph.replay()
-        return captured.output
+        graph, output = self.captured[key]
+        graph.replay()
+        return output
 
     def clear(self, reason: str = "") -> None:
         """Drop all graphs. A reason is told: that something has moved that they hold the address of."""
@@ -166,7 +160,7 @@ class Graphs:
         self.captured.clear()
         self.recorder.renew()
 
-    def _capture(self, function: Callable[[], Any], buffers: Sequence[Tensor], label: str) -> Captured:
+    def _capture(self, function: Callable[[], Any], buffers: Sequence[Tensor], label: str) -> tuple[Any, Any]:
         before = [buffer.clone() for buffer in buffers]
         with tqdm(total=WARM_UPS + 1, desc=f"capture {label}", leave=False, disable=None) as bar:
             for _ in range(WARM_UPS):
@@ -174,7 +168,7 @@ class Graphs:
                 for buffer, values in zip(buffers, before):
                     buffer.copy_(values)
                 bar.update()
-            captured = Captured(*self.recorder.record(function))
+            captured = self.recorder.record(function)
             bar.update()
         return captured
 

@@ -82,11 +82,11 @@ class Chat:
     """Reads messages and shows replies: text on the screen, all else on stderr.
 
     Args:
-        request: method, width and the other options of `Decoder.stream`, for every turn
+        options: method, width and the other options of `Decoder.stream`, for every turn
     """
 
-    def __init__(self, decoder: Decoder, conversation: Conversation, request: dict, screen: Screen):
-        self.decoder, self.conversation, self.request, self.screen = decoder, conversation, request, screen
+    def __init__(self, decoder: Decoder, conversation: Conversation, options: dict, screen: Screen):
+        self.decoder, self.conversation, self.options, self.screen = decoder, conversation, options, screen
         self.interactive = bool(sys.stdin) and sys.stdin.isatty() and screen.stream.isatty()
         self.answers: list[Answer] = []
         self.commands = {"/reset": self.reset, "/stats": self.stats, "/help": lambda: note(HELP)}
@@ -142,7 +142,7 @@ class Chat:
                 f"not sent: the conversation would take {length} tokens and leave no room for a reply in the context "
                 f"of {context}; say it in fewer words, or start over with /reset"
             )
-        answer = show_answer(self.decoder, self.conversation.tokenizer, turn.ids, self.request, self.screen)
+        answer = show_answer(self.decoder, self.conversation.tokenizer, turn.ids, self.options, self.screen)
         if answer.token_ids:
             self.conversation.keep(turn, answer.token_ids)
             self.answers.append(answer)
@@ -152,7 +152,7 @@ class Chat:
             raise KeyboardInterrupt
         reasons = {
             "interrupted": "stopped" if answer.token_ids else "stopped before the reply began: this turn is not kept",
-            "length": f"the reply was cut at --max-new-tokens {self.request['max_new_tokens']}",
+            "length": f"the reply was cut at --max-new-tokens {self.options['max_new_tokens']}",
             "context": f"the context of {context} positions is full: /reset starts over",
         }
         if answer.stop_reason in reasons:

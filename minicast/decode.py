@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphs.capture import CompiledLayer, CudaRecorder, Graphs, clock
 from graphs.masks import BODIES
-from minicast.methods import METHODS, Method, Proposal, best_first, chain, is_custom, no_tree
+from minicast.methods import METHODS, Method, best_first, chain, is_custom, no_tree
 from minicast.policy import FixedWidth, Policy, is_policy
 from minicast.round import (
     FAULTS, MAX_ROWS, Request, Settled, State, pack, prefill, propose, read_features, settle,
@@ -244,7 +244,8 @@ class Decoder:
             emitted = emitted[:-1] if emitted[-1] in FAULTS else emitted  # or it was cut
             token_ids += emitted
             output.token_ids += emitted
-            state.rewind(min(state.prefix, len(token_ids)))  # what was cut must not be inherited by a next turn
+            if len(token_ids) < state.prefix:  # what was cut must not be inherited by a next turn
+                state.rewind(len(token_ids))
             if tree is not None:
                 output.round_lengths.append(len(emitted))
                 output.widths.append(tree.width)
@@ -333,7 +334,8 @@ class Decoder:
 
         Also the moment to lay out the weights, which another decoder on the same target may have done its own way.
         """
-        lay_out(self.target, self.draft, compiled=self.state.body.layer is not None)
+        layer = self.state.body.layer
+        lay_out(self.target, self.draft, compiled=layer is not None and not layer.failed)
         if self.state.static:
             positions = min(1 << (max(positions, self.max_length) - 1).bit_length(), self.target.context)
         if self.state.reserve(positions) and self.graphs:
@@ -352,10 +354,8 @@ class Decoder:
         state, method = self.state, request.method
         if state.buckets and request.tap and method is not no_tree:  # after rounds without a draft
             read_features(state, max(state.prefix - state.drafted - (state.depth + 1), 0))
-        if not (self.graphs and getattr(method, "capturable", False)):
+        if not (self.graphs and getattr(method, "capturable", False)):  # of AR there is nothing to capture here
             return propose(state, request, token_ids, width)
-        if method is no_tree:  # nothing to pack: a step of AR is the one replay that follows
-            return no_tree(Proposal(token_ids, 0, None, draft=None, static=True, device=state.P.device))
         tree = self.graphs.run(
             ("propose", method, width, request.rank_cap),
             lambda: propose(state, replace(request, custom=False), (), width),  # a check reads the tree on the host

@@ -50,7 +50,6 @@ def capturable(method: Method) -> Method:
     return method
 
 
-@capturable
 def no_tree(proposal: Proposal) -> Tree:
     """Autoregressive decoding: nothing is proposed, and the drafter does not run."""
     nothing = torch.empty(0, dtype=torch.int64, device=proposal.device)

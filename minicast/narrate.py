@@ -95,16 +95,16 @@ class Watcher(Decoder):
 
 
 def explain_round(
-    decoder: Watcher, tokenizer: Tokenizer, prompt_ids: list[int], request: dict, number: int, screen: Screen
+    decoder: Watcher, tokenizer: Tokenizer, prompt_ids: list[int], options: dict, number: int, screen: Screen
 ) -> None:
     """Decode up to round `number`, counted from 1, and tell that one.
 
-    request: method, width and the other options of `Decoder.stream`
+    options: method, width and the other options of `Decoder.stream`
     UsageError where the answer has fewer rounds. Whatever ends it early, the text so far is shown.
     """
     rounds, so_far = 0, []
     try:
-        for step in decoder.stream(prompt_ids, **request):
+        for step in decoder.stream(prompt_ids, **options):
             rounds += not step.prefill
             if rounds == number:
                 break
@@ -118,8 +118,8 @@ def explain_round(
         screen.write(tokenizer.decode(so_far))
         screen.end_line()
         raise
-    method, width = request["method"], request["width"]
-    verifier = request["verifier"] if request["temperature"] > 0 else "greedy"
+    method, width = options["method"], options["width"]
+    verifier = options["verifier"] if options["temperature"] > 0 else "greedy"
     asked = f"{method}, width {width}" if method == "cast" else method
     screen.write(f"round {number} of {asked}; the answer so far: {tokenizer.decode(so_far)!r}\n")
     for line, style in round_lines(decoder.seen, step, method, verifier, tokenizer.token_text):

@@ -167,7 +167,7 @@ class Passes:
     """The decoder's own `propose` and `settle` after a prefix of P positions whose content does not matter.
 
     Uses the decoder's state, because graphs hold its addresses. A conversation whose cached prefix ends below the slots
-    that are written here survives: `close` restores its counters. A longer one is forgotten.
+    that are written here survives: `close` restores its counters and its pending root. A longer one is forgotten.
     """
 
     def __init__(self, decoder: Decoder, prefix: int, positions: int = 0):
@@ -175,9 +175,13 @@ class Passes:
         self.request: Request = decoder.request(Options(), drafts=True)
         if self.state.prefix > prefix - BEHIND:
             decoder.reset()
-        self.cached = self.state.prefix, self.state.tapped, self.state.drafted
+        self.cached = self.state.prefix, self.state.tapped, self.state.drafted, self.state.root.clone()
         decoder.reserve(max(prefix, positions))
-        self.propose(MAX_WIDTH)  # its first rows are a pack of any smaller width
+        try:
+            self.propose(MAX_WIDTH)  # its first rows are a pack of any smaller width
+        except BaseException:
+            self.close()
+            raise
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(decoder.target.vocab_size, (MAX_ROWS,), generator=generator).to(self.state.P.device)
 
@@ -221,9 +225,10 @@ class Passes:
 
     def close(self) -> None:
         state = self.state
-        state.prefix, state.tapped, state.drafted = self.cached
+        state.prefix, state.tapped, state.drafted, root = self.cached
         if state.prefix == 0:
             self.decoder.reset()  # and free the caches, which may be longer than an answer needs
+        state.root.copy_(root)
         state.P.fill_(state.prefix)
         state.D.fill_(state.drafted)
 

@@ -77,8 +77,9 @@ class State:
         P: (1,) int64, committed positions; `prefix` is the same on the host, equal at the start of every round
         D: (1,) int64, positions that the drafter has read into its cache, ≤ P; `drafted` on the host
         root: (1,) int64, b; seed: (1,) int64, the request's
-        target_cache, draft_cache: slots < P hold committed positions; above is scratch of the running round
-        features: (1, S, F), tap features of committed positions; written by `prefill` and `settle`, read by the drafter
+        target_cache, draft_cache: slots < P, and < D, hold committed positions; above is scratch of the running round
+        features: (1, S, F), tap features of committed positions, written by `prefill` and `settle`; those of positions
+            from D on wait for the drafter, those below have been read
         rows: 0, 1, 2, … int64, to index with
         tapped: positions whose features are there; less than P after rounds that did not tap
         tokens, parents, depths: (MAX_ROWS,) int64, log_mass: (MAX_ROWS,) float32, visible: (MAX_ROWS, MAX_ROWS)
@@ -256,7 +257,8 @@ def propose(state: State, request: Request, token_ids: Sequence[int], width: int
         tree = tree.to(state.P.device)
     except NonFinite as error:  # builders of fixed shape cannot raise: `settle` reports for them
         raise UserError(FAULTS[-2]) from error
-    pack(state, tree)
+    if tree.width:  # else one row is run, and row 0 is the same in every pack but for its token
+        pack(state, tree)
     return tree
 
 

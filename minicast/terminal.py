@@ -119,15 +119,15 @@ class Answer:
 
 
 def show_answer(
-    decoder: Decoder, tokenizer: Tokenizer, prompt_ids: list[int], request: dict, screen: Screen, live: bool = True,
+    decoder: Decoder, tokenizer: Tokenizer, prompt_ids: list[int], options: dict, screen: Screen, live: bool = True,
     trees: bool = False,
 ) -> Answer:
     """Decode an answer and show it as it comes. Ctrl-C ends it early, and so does a UserError once there is text.
 
-    request: method, width and the other options of `Decoder.stream`
+    options: method, width and the other options of `Decoder.stream`
     live: the text goes to the screen; trees: each round's packed tree does, and the text after the last
     """
-    answer = Answer(request["method"], request["width"], len(prompt_ids))
+    answer = Answer(options["method"], options["width"], len(prompt_ids))
     text = tokenizer.stream()
 
     def show(piece: str, style: str) -> None:
@@ -136,7 +136,7 @@ def show_answer(
             screen.write(piece, style)
 
     try:
-        for step in decoder.stream(prompt_ids, **request):
+        for step in decoder.stream(prompt_ids, **options):
             # A character that spans tokens appears, and is coloured, with its last one.
             show(text.push(step.token_ids[: step.accepted]), GREEN)
             show(text.push(step.token_ids[step.accepted :]), PLAIN)

@@ -346,6 +346,7 @@ def test_host_syncs_of_a_round(models, monkeypatch, width, reads):
 class AsWritten:
     """In the place of a `CompiledLayer`: rounds are padded for it, and nothing is compiled."""
 
+    failed = False
     __call__, remember = staticmethod(Layer.forward), staticmethod(Layer.remember)
 
 
@@ -473,6 +474,37 @@ def test_decoders_that_compile_and_that_do_not_share_a_target():
                 assert (layer.packed is None) == (decoder is compiled)
                 assert layer.panels is None or layer.panels.dtype == torch.bfloat16
         assert {layer.weight_bytes() for layer in target.modules() if isinstance(layer, Linear)} == held
+
+
+def test_a_decoder_that_does_not_compile_may_answer_between_the_rounds_of_one_that_does():
+    """Layers that hold the other's weights run as they are written, until the next answer lays them out again."""
+    target, draft = packed(tiny_target(), tiny_draft())
+    eager, compiled = Decoder(target, draft), compiling(target, draft, [])
+    expected = eager.generate(prompt_of(5), width=3, max_new_tokens=12).token_ids
+    tokens = []
+    for step in compiled.stream(prompt_of(5), width=3, max_new_tokens=12):
+        tokens += step.token_ids
+        eager.generate(prompt_of(9), width=3, max_new_tokens=4)
+    assert tokens == expected
+    assert compiled.generate(prompt_of(5), width=3, max_new_tokens=12).token_ids == expected
+    assert not compiled.state.body.layer.failed and target.layers[0].mlp.down_proj.panels is not None
+
+
+def test_a_compiler_that_fails_at_a_layer_leaves_the_weights_packed():
+    """Panels are slow without one. This answer has begun with them; the next does not."""
+    target, draft = packed(tiny_target(), tiny_draft())
+    expected = autoregressive(target, prompt_of(5), 8).token_ids
+    torch._dynamo.reset()
+
+    def backend(graph, inputs):
+        raise RuntimeError("no such instruction")
+
+    decoder = Decoder(target, draft, attention="sdpa")
+    decoder.state.body.layer = CompiledLayer(backend=backend)
+    with pytest.warns(UserWarning, match="cannot compile"):
+        assert decoder.generate(prompt_of(5), width=3, max_new_tokens=8).token_ids == expected
+    assert decoder.generate(prompt_of(5), width=3, max_new_tokens=8).token_ids == expected
+    assert all(layer.packed for layer in target.layers.modules() if isinstance(layer, Linear))
 
 
 def test_sampled_rounds_over_padded_packs():

@@ -17,7 +17,7 @@ from minicast.back_off import RECORDED_TRY_SHARE, TRY_SHARE
 from minicast.curve import MassCurve
 from minicast.decode import Decoder, Options
 from minicast.policy import AutoWidth, FixedWidth, RoundWidth
-from minicast.probe import LEARNED, Costs, Deployment, Timings, interleaved
+from minicast.probe import LEARNED, Costs, Deployment, Passes, Timings, interleaved
 from minicast.round import BUCKETS
 from minicast.tree import best_first_tree, chain_tree
 from minicast.width import MAX_WIDTH, CostModel, stopping_width
@@ -257,6 +257,34 @@ def test_a_probe_between_two_turns_keeps_the_conversation(target, draft, body):
     short = decoder.generate(prompt_of(5), width="auto", max_new_tokens=9)
     decoder.deployment.costs_at(5, 9, reprobe=True)  # below the cached prefix: it goes
     assert short.token_ids == decoder.generate(prompt_of(5), width="auto", max_new_tokens=9).token_ids
+
+
+def test_a_probe_between_two_rounds_keeps_the_answer(target, draft):
+    """The pending root, too, which is in no cache."""
+    expected = autoregressive(target, prompt_of(20), 12).token_ids
+    decoder, tokens = Decoder(target, draft), []
+    for step in decoder.stream(prompt_of(20), width=3, max_new_tokens=12):
+        tokens += step.token_ids
+        passes = Passes(decoder, 256)
+        passes.settle(4)
+        passes.close()
+    assert tokens == expected
+
+
+def test_an_interrupted_probe_leaves_the_counters_as_they_were(target, draft, monkeypatch):
+    """Else the next turn would trust keys that the drafter never wrote."""
+    decoder = Decoder(target, draft)
+    decoder.generate(prompt_of(20), width=3, max_new_tokens=12)
+    state = decoder.state
+    before = state.prefix, state.tapped, state.drafted, state.P.item(), state.D.item()
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoder, "propose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Passes(decoder, 256)
+    assert (state.prefix, state.tapped, state.drafted, state.P.item(), state.D.item()) == before
 
 
 def test_overhead_goes_straight_between_the_widths_measured():
