@@ -249,7 +249,7 @@ def propose(state: State, request: Request, token_ids: Sequence[int], width: int
     """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
     drafter = lambda depth=None: draft(state, depth)
     try:
-        tree = request.method(Proposal(token_ids, width, request.rank_cap, drafter, state.static, state.P.device))
+        tree = request.method(Proposal(list(token_ids), width, request.rank_cap, drafter, state.static, state.P.device))
         if request.custom:
             from minicast.custom_method import check_tree
 

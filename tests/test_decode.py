@@ -640,6 +640,17 @@ def test_requests_that_cannot_be_served_are_usage_errors(models):
         Decoder(models[0]).generate(prompt_of(5), method=lambda proposal: best_first_tree(proposal.draft(), 3), width=3)
 
 
+def test_a_method_cannot_change_the_answer_it_looks_at(models):
+    target, draft = models
+
+    def forgetful(proposal):
+        proposal.token_ids.clear()
+        return best_first_tree(proposal.draft(), proposal.width, proposal.rank_cap)
+
+    out = Decoder(target, draft).generate(prompt_of(5), method=forgetful, width=3, max_new_tokens=12)
+    assert out.token_ids == autoregressive(target, prompt_of(5), 12).token_ids
+
+
 def test_a_policy_of_ones_own_may_ask_for_too_much(models):
     """One that doubles without end is held to the widest tree; a width that is none is named."""
     with pytest.warns(UserWarning, match="500.*127"):
@@ -649,7 +660,7 @@ def test_a_policy_of_ones_own_may_ask_for_too_much(models):
             Decoder(*models).generate(prompt_of(5), width=FixedWidth(width), max_new_tokens=4)
 
 
-@pytest.mark.parametrize("stop_ids", [5, None, 2.0, "2", (7, -1), (-2,)])
+@pytest.mark.parametrize("stop_ids", [5, None, 2.0, "2", b"2", (7, -1), (-2,), ["2"], [2.0], [None], [[2]], [True]])
 def test_stop_ids_that_are_no_sequence_are_a_usage_error(models, stop_ids):
     """One id in place of a sequence fails only in the middle of the answer, in words about iteration."""
     decoder = Decoder(*models)
