@@ -34,7 +34,7 @@ from tqdm import tqdm
 from minicast.audit import Audit, first_departure, is_failure
 from minicast.command import Placement, guarded, note_idle_flags, note_no_effect
 from minicast.decode import Decoder, Output, Round
-from minicast.figures import Record, comparison, comparison_lines, located, predictions, round_ms, summarise
+from minicast.figures import Record, comparison, comparison_lines, located, over, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS
 from minicast.probe import PAPER_PREFIX, Costs, Deployment
@@ -250,7 +250,7 @@ def run_plan(decoders: dict[Arm, Decoder], plan: Plan, journal: Journal) -> None
 
 def conclude(decoders: dict[Arm, Decoder], plan: Plan, records: list[Record], **measured) -> Report:
     """The report on finished records, with what takes one more answer; measured: the report's other fields."""
-    decoder, first = next(iter(decoders.values())), plan.questions[0].prompt_ids
+    decoder = next(iter(decoders.values()))
     dtype = decoder.target.dtype
     autoregressive = [record for record in records if record.arm == "ar"]
     failures = [located(record) for record in records if is_failure(record.departure, dtype)]
@@ -259,11 +259,8 @@ def conclude(decoders: dict[Arm, Decoder], plan: Plan, records: list[Record], **
     rows = summarise(records, plan.seed, sampled)
     return Report(
         depth=decoder.state.depth,
-        ar_over_floor=round_ms(autoregressive) / measured["floor"].ms if autoregressive else None,
-        outside_share={} if decoder.graphs else {  # a replay calls no model
-            str(arm): measure_share(each, first, method=arm.method, width=arm.width, **plan.asked(0)).outside
-            for arm, each in decoders.items()
-        },
+        ar_over_floor=over(round_ms(autoregressive), measured["floor"].ms),
+        outside_share={} if decoder.graphs else outside_shares(decoders, plan, records),  # a replay calls no model
         tree_builder_ms=measure_tree_builder(),
         costs=costs_used(decoders),
         buckets=decoder.state.buckets,
@@ -273,6 +270,19 @@ def conclude(decoders: dict[Arm, Decoder], plan: Plan, records: list[Record], **
         failures=failures + [str(slip) for slip in (audit.failures if audit else [])],
         **measured,
     )
+
+
+def outside_shares(decoders: dict[Arm, Decoder], plan: Plan, records: Sequence[Record]) -> dict[str, float]:
+    """By arm, the share of a round outside the models, in the first answer that had rounds; no arm without one."""
+    shares = {}
+    for arm, decoder in decoders.items():
+        for record in records:
+            if record.arm == str(arm) and record.output.round_lengths:
+                prompt_ids, options = plan.questions[record.prompt].prompt_ids, plan.asked(record.prompt, record.repeat)
+                share = measure_share(decoder, prompt_ids, method=arm.method, width=arm.width, **options)
+                shares[record.arm] = share.outside
+                break
+    return shares
 
 
 def costs_used(decoders: dict[Arm, Decoder]) -> dict[int, Costs]:
@@ -363,11 +373,13 @@ def decoders_of(arms: Sequence[Arm], target: Target, draft: DraftHead | None, ar
 
 
 def check_lengths(questions: Sequence[Question], context: int) -> None:
-    """UsageError for a prompt that does not fit, before hours go into those that do."""
+    """UsageError for a prompt that leaves its answer no room, before hours go into those that do."""
     for index, question in enumerate(questions):
-        if len(question.prompt_ids) > context:
-            which = f"prompt {index} ({question.domain}) has {len(question.prompt_ids)} tokens"
-            raise UsageError(f"{which}, the target's context is {context}: leave it out, or cut prompts by --prefix")
+        prompt, answer = len(question.prompt_ids), question.max_new_tokens
+        if prompt + answer > context:
+            which = f"the {prompt} tokens of prompt {index} ({question.domain}) and an answer of {answer}"
+            way_out = "leave it out, or choose a smaller --prefix or --max-new-tokens"
+            raise UsageError(f"{which} exceed the target's context of {context}: {way_out}")
 
 
 def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from minicast.figures import (
 )
 from minicast.machine import TREE_DEPTH, Floor, cpu_name
 from minicast.probe import Costs, FullProbe
+from minicast.prompts import MEAN
 from minicast.tree import RANK_CAP
 from minicast.width import MAX_WIDTH
 
@@ -87,6 +88,12 @@ class Report:
 
     def notes(self) -> Iterator[str]:
         yield from self.text_lines()
+        blank = dict.fromkeys(row.domain for row in self.rows if row.domain != MEAN and row.R is None)
+        if blank:
+            yield (
+                f"all answers of {', '.join(blank)} ended at their first token, before any round: there are no figures "
+                "of them, nor means over domains"
+            )
         yield from difference_lines(self.rows)
         floor = self.floor
         yield (

@@ -670,6 +670,32 @@ def test_program_writes_table_and_json(flags, tmp_path, capsys):
     assert "repeats" not in capsys.readouterr().out  # there is one
 
 
+def test_answers_without_rounds_leave_a_report(flags, monkeypatch, tmp_path):
+    """All that was measured would be lost at the end, or rows be blank without a word; a share is of what has rounds."""
+    asked, out = Plan.asked, tmp_path / "blank.json"
+    for blank in (["math"], ["math", "chat"]):
+
+        def stops_at_once(plan, index, repeat=0):
+            return asked(plan, index, repeat) | ({"stop_ids": range(256)} if plan.questions[index].domain in blank else {})
+
+        monkeypatch.setattr(Plan, "asked", stops_at_once)
+        assert bench.main([*flags, "--out", str(out)]) == 0
+        report = json.loads(out.read_text())
+        assert {row["domain"] for row in report["rows"] if row["ms_per_token"]} == {"math", "chat"} - {*blank}
+        assert list(report["outside_share"]) == (["ar", "dflash", "cast N=15"] if len(blank) == 1 else [])
+        assert f"- all answers of {', '.join(blank)} ended at their first token" in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 300])
+def test_an_answer_must_have_room(flags, models, capsys, beyond):
+    """Cut short by the context it is another length than asked for, or has no rounds at all: told before the run."""
+    tokenizer = load_tokenizer(models[0])
+    room = 256 - len(tokenizer.encode_chat("hi"))
+    assert bench.main([*flags, "--methods", "ar", "--max-new-tokens", str(room + beyond)]) == (2 if beyond else 0)
+    *_, last = capsys.readouterr().err.splitlines()
+    assert ("context of 256: leave it out, or choose a smaller --prefix" in last) == (beyond > 0)
+
+
 def test_a_report_that_is_nowhere_else_is_not_lost(flags, tmp_path, monkeypatch, capsys):
     """A stdout that takes nothing: the table goes to stderr, unless --out holds it."""
     for to_file in (False, True):
