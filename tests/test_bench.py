@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from graphs import capture
 from minicast import audit, bench, decode, figures, machine, probe, prompts, round
 from minicast.bench import Arm, Journal, Plan
 from minicast.command import Choice
@@ -694,6 +695,32 @@ def test_an_answer_must_have_room(flags, models, capsys, beyond):
     assert bench.main([*flags, "--methods", "ar", "--max-new-tokens", str(room + beyond)]) == (2 if beyond else 0)
     *_, last = capsys.readouterr().err.splitlines()
     assert ("context of 256: leave it out, or choose a smaller --prefix" in last) == (beyond > 0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_layers_that_do_not_compile_are_not_measured(flags, tmp_path, monkeypatch, capsys, late):
+    """They run all the same, and a report would call them compiled. A shape may fail when some prompts are finished:
+    those are kept, for a run that compiles.
+    """
+    out, race, finished = tmp_path / "compiled.json", bench.race, []
+
+    def fails(decoders, *arguments):
+        finished.append(decoders)
+        if len(finished) == 2:
+            decoders[Arm("ar")].state.body.layer.failed = True
+        return race(decoders, *arguments)
+
+    monkeypatch.setattr(capture.CompiledLayer, "_compile", lambda self, function, *_, **__: function)
+    if late:
+        monkeypatch.setattr(bench, "race", fails)
+    else:
+        monkeypatch.setattr(capture.CompiledLayer, "works", lambda self: False)
+    one = [*flags, "--methods", "ar", "--compile", "--out", str(out)]
+    assert bench.main(one) == 1
+    assert "layers did not compile" in capsys.readouterr().err.splitlines()[-1] and not out.exists()
+    monkeypatch.setattr(capture.CompiledLayer, "works", lambda self: True)
+    assert bench.main(one) == 0
+    assert ("going on after 1 prompts" in capsys.readouterr().err) == late
 
 
 def test_a_report_that_is_nowhere_else_is_not_lost(flags, tmp_path, monkeypatch, capsys):
