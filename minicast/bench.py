@@ -369,14 +369,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded("bench", lambda: run(arguments, sys.argv[1:] if argv is None else argv), stopped)
 
 
+def beside(file: Path, suffix: str) -> Path:
+    """The file of this suffix that belongs to --out: in the place of .json, or after another name's end."""
+    return file.with_name(file.name.removesuffix(".json") + suffix)
+
+
 def check_outputs(file: Path) -> None:
-    """UsageError where the JSON file or the table beside it cannot be put; a note where there is one already."""
+    """UsageError where the JSON file or one beside it cannot be put, or would replace what is of no bench; a note
+    where there is a report already.
+    """
     check_file(file, "--out")
     if file.suffix == ".md":
         raise UsageError(f"--out {file}: name the JSON file, the table is written beside it")
-    check_file(file.with_suffix(".md"), "--out")
-    if file.exists():
-        print(f"bench: {file} will be replaced", file=sys.stderr)
+    table = beside(file, ".md")
+    for other in (table, beside(file, ".journal.jsonl")):
+        if other.exists() and not other.is_file():
+            raise UsageError(f"--out {file}: {other} is a directory or a device: move it away, or name another file")
+    if table.exists() and not file.exists():
+        raise UsageError(f"--out {file} would replace {table}, which is no table of it: move that, or name another file")
+    there = " and ".join(str(path) for path in (file, table) if path.exists())
+    if there:
+        print(f"bench: {there} will be replaced", file=sys.stderr)
 
 
 def decoders_of(arms: Sequence[Arm], target: Target, draft: DraftHead | None, arguments) -> dict[Arm, Decoder]:
@@ -441,7 +454,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "threads": torch.get_num_threads(),
         "commit": commit(),
     }
-    journal = Journal(arguments.out and arguments.out.with_suffix(".journal.jsonl"), settings)
+    journal = Journal(arguments.out and beside(arguments.out, ".journal.jsonl"), settings)
     if journal.records:
         print(f"bench: going on after {len(journal.records) // len(arms)} prompts", file=sys.stderr)
 
@@ -474,8 +487,8 @@ def deliver(report: Report, journal: Journal, out: Path | None) -> int:
     """The report to its files, its table to stdout; the journal has then served. Returns the exit status."""
     if out:
         write_atomically(out, report.to_json())
-        write_atomically(out.with_suffix(".md"), report.to_markdown())
-        print(f"bench: wrote {out} and {out.with_suffix('.md').name}", file=sys.stderr)
+        write_atomically(beside(out, ".md"), report.to_markdown())
+        print(f"bench: wrote {out} and {beside(out, '.md').name}", file=sys.stderr)
     journal.remove()
     try:
         print(report.to_markdown(), end="", flush=True)

@@ -449,9 +449,11 @@ def test_results_go_to_regular_files(tmp_path, capsys):
     for directory in (tmp_path, Path("")):
         with pytest.raises(UsageError, match="is a directory: name a file in it"):
             bench.check_outputs(directory)
-    (tmp_path / "t.md").mkdir()
-    with pytest.raises(UsageError, match=r"t.md is a directory"):
-        bench.check_outputs(tmp_path / "t.json")
+    for name in ("t.md", "t.journal.jsonl"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(UsageError, match=f"{name} is a directory or a device: move it away"):
+            bench.check_outputs(tmp_path / "t.json")
+        (tmp_path / name).rmdir()
     bench.check_outputs(tmp_path / "new.json")
     assert capsys.readouterr().err == ""
     (tmp_path / "real.json").write_text("old")
@@ -461,7 +463,19 @@ def test_results_go_to_regular_files(tmp_path, capsys):
     assert capsys.readouterr().err == f"bench: {link} will be replaced\n"
     write_atomically(link, "new")
     assert link.is_symlink() and (tmp_path / "real.json").read_text() == "new"
-    assert {path.name for path in tmp_path.iterdir()} == {"real.json", "link.json", "t.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {"real.json", "link.json"}
+
+
+def test_results_replace_only_results(tmp_path, capsys):
+    """Notes of one's own lie where the table would; two runs whose names have dots shared one table and journal."""
+    (tmp_path / "notes.md").write_text("by hand")
+    with pytest.raises(UsageError, match="would replace .*notes.md, which is no table of it: move that, or name another"):
+        bench.check_outputs(tmp_path / "notes.json")
+    (tmp_path / "notes.json").write_text("{}")
+    bench.check_outputs(tmp_path / "notes.json")
+    assert capsys.readouterr().err.endswith("notes.json and " + str(tmp_path / "notes.md") + " will be replaced\n")
+    names = {"run.json": "run.md", "run": "run.md", "run.1": "run.1.md", "run.1.json": "run.1.md", "run.2": "run.2.md"}
+    assert {name: bench.beside(Path(name), ".md").name for name in names} == names
 
 
 def test_a_prompts_ratio_is_the_median_of_its_repeats():
