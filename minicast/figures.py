@@ -268,15 +268,20 @@ def _prediction(
 ) -> Prediction:
     """members: the domains that `domain` stands for; speedups: by domain and arm."""
     oracle = max(swept, key=lambda rival: speedups[domain, rival])
-    ahead = [100 * (speedups[member, oracle] - speedups[member, arm]) for member in members]
-    chains = [speedups.get((member, "dflash")) for member in members]
     widths = [N for member in members for record in cells[member, arm] for N in record.output.widths]
     drafted = [N for N in widths if N > 0]
 
-    def gap(ar: Sequence[Record], best: Sequence[Record], own: Sequence[Record]) -> float | None:
-        speeds = [repeat_ratio(ar, records, sampled) for records in (best, own)]
+    def gap(reference: Sequence[Record], best: Sequence[Record], own: Sequence[Record]) -> float | None:
+        speeds = [repeat_ratio(reference, records, sampled) for records in (best, own)]
         return None if None in speeds else 100 * (speeds[0] - speeds[1])
 
+    def gaps(reference: str) -> Estimate | None:
+        """By prompt: in a speedup over AR or, as its "less 1" cancels, in a gain over DFlash."""
+        names = reference, oracle, arm
+        found = [per_prompt(gap, *(cells.get((member, each), []) for each in names)) for member in members]
+        return bootstrap(found, seed)
+
+    gain_gap = gaps("dflash")
     return Prediction(
         domain,
         arm,
@@ -285,13 +290,8 @@ def _prediction(
         speedup=speedups[domain, arm],
         oracle=oracle,
         oracle_speedup=speedups[domain, oracle],
-        gap=bootstrap(
-            [per_prompt(gap, *(cells[member, each] for each in ("ar", oracle, arm))) for member in members],
-            seed,
-        ),
-        gain_gap=None if None in chains else statistics.fmean(
-            points / chain for points, chain in zip(ahead, chains)
-        ),
+        gap=gaps("ar"),
+        gain_gap=gain_gap and gain_gap.mean,
     )
 
 

@@ -615,6 +615,20 @@ def test_prediction_beside_the_sweep():
         assert figures.predictions(some, figures.summarise(some, 0), 0) == []
 
 
+def test_the_gap_in_gain_is_a_mean_of_prompts():
+    """It is the difference of two gains in the table: a ratio of mean speedups is another figure, here even above 0."""
+    records = []
+    for prompt, times in enumerate([(8, 2, 1, 2), (8, 16, 8, 4)]):
+        records += [a_record(arm, prompt=prompt, seconds=s) for arm, s in zip(("ar", "dflash", "cast N=7"), times)]
+        auto = adaptive("cast N=auto", "d", times[3], [7])
+        records.append(replace(auto, prompt=prompt))
+    rows = figures.summarise(records, seed=0)
+    gains = {row.arm: row.prompt_gain and row.prompt_gain.mean for row in rows if row.domain == MEAN}
+    for found in figures.predictions(records, rows, 0):
+        assert found.oracle == "cast N=7"
+        assert found.gain_gap == pytest.approx(100 * (gains["cast N=7"] - gains["cast N=auto"])) == -50
+
+
 def test_bootstrap_keeps_pairs_together():
     """A slow prompt is slow for both methods: equal ratios have an interval of no width."""
     noise = random.Random(0)
