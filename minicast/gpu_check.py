@@ -2,7 +2,7 @@
 
 Stages run in order, each in a process of its own under its own time limit, so that one that hangs or leaves
 the device broken costs nobody else's result. What a stage finds is written at once, to DIR/gpu-check.json
-and, as a table, DIR/gpu-check.md. Models have published shapes and random weights: latencies are real, texts
+and, as a table, DIR/gpu-check.md, after what was measured and how. Models have published shapes and random weights: latencies are real, texts
 are not. `--shape tiny` runs the same stages on a tiny model, on any device: a rehearsal, whose figures mean
 nothing.
 
@@ -36,11 +36,12 @@ from torch import Tensor
 from graphs.capture import CompiledLayer, clock
 from graphs.masks import BitMask, flex
 from minicast.back_off import BackOff
-from minicast.command import guarded
+from minicast.command import Placement, guarded
 from minicast.decode import Decoder
 from minicast.methods import Proposal, capturable, no_tree
 from minicast.policy import AutoWidth
 from minicast.probe import Passes
+from minicast.report import commit, environment
 from minicast.round import Settled
 from minicast.sampling import CHOICE, gumbel_noise, keyed_uniform
 from minicast.tree import Tree, ancestor_matrix
@@ -444,6 +445,16 @@ STAGES = {
 
 # Running them and keeping what they find
 
+INTERRUPTION = "interrupted, so figures are missing"
+ABOUT = "about"  # in the place of a stage: what was measured, where and how
+
+
+def placement() -> Placement:
+    """Where the large models run: on a GPU, or rehearsed on the CPU."""
+    cuda = torch.cuda.is_available()
+    return Placement(torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32)
+
+
 class Findings:
     """What has been found, by stage and name; on disk after every figure."""
 
@@ -466,9 +477,12 @@ class Findings:
 
 
 def as_table(found: dict) -> str:
-    """All findings for people, a table a stage."""
-    lines = []
+    """All findings for people: what was measured, then a table a stage."""
+    about = found.get(ABOUT, {})
+    lines = [f"- {name}: {value}" for name, value in about.items()] + [""] * bool(about)
     for stage, findings in found.items():
+        if stage == ABOUT:
+            continue
         title = STAGES[stage].run.__doc__.splitlines()[0] if stage in STAGES else stage
         lines += [f"## {stage}. {title}", "", "| | | floor | over floor |", "|---|---|---|---|"]
         for name, value in findings.items():
@@ -483,8 +497,7 @@ def as_table(found: dict) -> str:
 
 def run_stage(stage: str, shape: str, findings: Findings) -> None:
     """Run one stage in this process. Its error is a finding, and so is what came out wrong."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    here = placement()
 
     def report(name: str, value: object) -> None:
         findings.add(stage, name, value)
@@ -492,14 +505,17 @@ def run_stage(stage: str, shape: str, findings: Findings) -> None:
 
     started = time.perf_counter()
     try:
-        check = Check(shape, device, dtype, report)
+        check = Check(shape, here.device, here.dtype, report)
         with torch.no_grad():
             STAGES[stage].run(check)
         if any(layer.failed for layer in check.layers):
             raise RuntimeError("layers did not compile (see stderr), and what was found is of uncompiled ones")
         if check.wrong:
             raise UserError(f"wrong on this device, so decode with --eager on it: {'; '.join(check.wrong)}")
-    except Exception as error:
+    except KeyboardInterrupt:
+        report("stopped", INTERRUPTION)
+        raise
+    except BaseException as error:
         report("failed", told(error, 500))
         raise
     finally:
@@ -523,6 +539,9 @@ def launch(stage: str, shape: str, findings: Findings) -> None:
             findings.add(stage, "failed", f"exit status {done.returncode}")
     except subprocess.TimeoutExpired:
         findings.add(stage, "stopped", f"after {STAGES[stage].seconds} s")
+    except KeyboardInterrupt:  # which ends the stage's process, perhaps before it could say so
+        findings.add(stage, "stopped", INTERRUPTION)
+        raise
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -534,14 +553,21 @@ def main(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path("gpu-check")
     check_directory(out, "--out")
     findings = Findings(out)
-    if not torch.cuda.is_available():
-        print("gpu-check: no CUDA device, so this is a rehearsal on the CPU: none of its figures is a GPU's", file=sys.stderr)
     findings.clear()
+    if not torch.cuda.is_available():
+        rehearsal = "no CUDA device, so this is a rehearsal on the CPU: none of its figures is a GPU's"
+        print(f"gpu-check: {rehearsal}", file=sys.stderr)
+        findings.add(ABOUT, "remark", rehearsal)
+    command = ["--gpu-check", "--shape", arguments.shape, "--out", str(out)]
+    source = f"random ones of the shape {arguments.shape}, where nothing else is said: times count, texts mean nothing"
+    for name, value in environment(placement(), source, command, commit()).items():
+        findings.add(ABOUT, name, value)
     for stage in STAGES:
         launch(stage, arguments.shape, findings)
     print(findings.table.read_text(), end="")
-    found = findings.read().items()
-    return int(any("failed" in each or ("stopped" in each and STAGES[stage].rests) for stage, each in found))
+    found = findings.read()
+    ends = [(stage.rests, found.get(name, {})) for name, stage in STAGES.items()]
+    return int(any("failed" in each or ("stopped" in each and rests) for rests, each in ends))
 
 
 def _main(argv: Sequence[str] | None = None) -> int:

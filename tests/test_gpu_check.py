@@ -14,6 +14,12 @@ from model.random_weights import SHAPES, random_pair
 from model.transformer import Target
 
 
+@pytest.fixture(autouse=True)
+def no_git(monkeypatch):
+    """Where processes are replaced, those of git would be too."""
+    monkeypatch.setattr(gpu_check, "commit", lambda: "of the code")
+
+
 @pytest.fixture
 def in_process(monkeypatch):
     """Stages in this process: starting one takes seconds."""
@@ -32,7 +38,7 @@ def test_every_stage_runs_on_a_tiny_shape(tmp_path, in_process, capsys):
     """End to end, less the processes: no stage fails, tokens agree, and each time stands beside its floor."""
     assert main(Namespace(out=tmp_path, shape="tiny")) == 0
     found = json.loads((tmp_path / "gpu-check.json").read_text())
-    assert list(found) == list(STAGES)
+    assert list(found) == ["about", *STAGES]
     assert all(value is True for name, value in found["b"].items() if "equal" in name)
     assert sum("equal" in name for name in found["b"]) == 11
     names = "verify 1 rows", "verify 128 rows", "draft without a tree", "round of cast, N = 63", "ar a token, eager"
@@ -44,6 +50,10 @@ def test_every_stage_runs_on_a_tiny_shape(tmp_path, in_process, capsys):
     told = capsys.readouterr()
     assert table.strip() in told.out and "no CUDA device, so this is a rehearsal" in told.err
     assert "| verify 64 rows |" in table
+    assert found["about"]["commit"] == "of the code" and "shape tiny" in found["about"]["weights"]
+    head, _ = table.split("## a.")
+    assert f"- command: python -m minicast.bench --gpu-check --shape tiny --out {tmp_path}\n" in head
+    assert torch.cuda.is_available() or "- remark: no CUDA device, so this is a rehearsal" in head
 
 
 def test_wrong_tokens_fail_their_stage(tmp_path, in_process, monkeypatch):
@@ -133,7 +143,35 @@ def test_a_stage_that_dies_without_a_word_has_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check.subprocess, "run", lambda *_, **__: died)
     assert main(Namespace(out=tmp_path, shape="tiny")) == 1
     found = json.loads((tmp_path / "gpu-check.json").read_text())
-    assert found == {stage: {"failed": "exit status -11"} for stage in STAGES}
+    assert {stage: found[stage] for stage in STAGES} == dict.fromkeys(STAGES, {"failed": "exit status -11"})
+
+
+@pytest.mark.parametrize("ended", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_stage_does_not_look_finished(tmp_path, monkeypatch, ended):
+    """Some of its figures are there, and the seconds that it took."""
+
+    def stage(check):
+        """A stage."""
+        check.report("ms", 1.0)
+        raise ended
+
+    monkeypatch.setitem(STAGES, "a", Stage(stage, 9))
+    with pytest.raises(ended):
+        run_stage("a", "tiny", Findings(tmp_path))
+    assert list(Findings(tmp_path).read()["a"]) == ["ms", "stopped" if ended is KeyboardInterrupt else "failed", "seconds"]
+
+
+def test_ctrl_c_marks_the_stage_that_ran(tmp_path, monkeypatch):
+    """It ends the stage's process too, which may have had no time to say so."""
+
+    def run(command, timeout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        main(Namespace(out=tmp_path, shape="tiny"))
+    assert Findings(tmp_path).read()["a"] == {"stopped": "interrupted, so figures are missing"}
+    assert "| stopped | interrupted" in (tmp_path / "gpu-check.md").read_text()
 
 
 def test_layers_that_did_not_compile_fail_their_stage(tmp_path, monkeypatch):
