@@ -401,10 +401,10 @@ def decoders_of(arms: Sequence[Arm], target: Target, draft: DraftHead | None, ar
 
 def check_lengths(questions: Sequence[Question], context: int) -> None:
     """UsageError for a prompt that leaves its answer no room, before hours go into those that do."""
-    for index, question in enumerate(questions):
+    for question in questions:
         prompt, answer = len(question.prompt_ids), question.max_new_tokens
         if prompt + answer > context:
-            which = f"the {prompt} tokens of prompt {index} ({question.domain}) and an answer of {answer}"
+            which = f"{question.where}: the prompt's {prompt} tokens and an answer of {answer}"
             way_out = "leave it out, or choose a smaller --prefix or --max-new-tokens"
             raise UsageError(f"{which} exceed the target's context of {context}: {way_out}")
 

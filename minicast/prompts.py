@@ -5,7 +5,7 @@ The small set of our own is prompts.jsonl, beside this file.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,8 +21,11 @@ EVERYTHING, MEAN = "all", "mean"  # stand for a domain in figures: where all are
 
 @dataclass(frozen=True)
 class Prompt:
+    """where: file and line, to tell people of it"""
+
     domain: str
     text: str
+    where: str = field(default="", compare=False)
 
 
 def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
@@ -38,7 +41,7 @@ def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
             domain = domain_name(domain or file.stem, where)
             counts[domain] = counts.get(domain, 0) + 1
             if limit is None or counts[domain] <= limit:
-                prompts.append(Prompt(domain, text))
+                prompts.append(Prompt(domain, text, where))
     if not prompts:
         raise UsageError(f"{', '.join(map(str, files))}: no prompts in there, give one a line")
     return prompts
@@ -61,6 +64,8 @@ def _read_prompt(line: str, where: str) -> tuple[str, str | None]:
         raise UsageError(f"{where} is not JSON: a prompt file has one JSON object, or string, a line") from error
     if isinstance(values, str):
         return values, None
+    if isinstance(values, list):
+        raise UsageError(f"{where} is a JSON array: a prompt file has one JSON object, or string, a line")
     if isinstance(values, dict):
         turns = values.get("turns")
         first = turns[:1] if isinstance(turns, list) else []
@@ -83,11 +88,13 @@ class Question:
         domain: of the prompt; in a sweep also says which prefix and length
         prompt_ids: P token ids
         max_new_tokens: tokens that the answer may have
+        where: the prompt's file and line; left out of `repr`, by which a resumed run knows its questions
     """
 
     domain: str
     prompt_ids: list[int]
     max_new_tokens: int
+    where: str = field(default="", compare=False, repr=False)
 
 
 def questions(
@@ -95,7 +102,10 @@ def questions(
 ) -> list[Question]:
     """Every prompt, cut to each of the prefixes and answered to each of the lengths. No prefixes: not cut."""
     return [
-        Question(name(prompt.domain, prefix, length, prefixes, lengths), encode(prompt.text, tokenizer, prefix), length)
+        Question(
+            name(prompt.domain, prefix, length, prefixes, lengths), encode(prompt.text, tokenizer, prefix), length,
+            prompt.where,
+        )
         for prefix in prefixes or [None]
         for length in lengths
         for prompt in prompts

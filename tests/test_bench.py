@@ -59,8 +59,8 @@ def test_reads_prompts_of_every_form(tmp_path):
 
 def test_names_the_line_it_cannot_read(tmp_path):
     file = tmp_path / "broken.jsonl"
-    broken = {"{": "JSON", '{"title": "x"}': "question", "[1]": "question", '{"turns": []}': "turns"}
-    broken |= {'{"prompt": "x", "domain": 3}': "domain", '{"prompt": "x", "domain": ["a"]}': "domain"}
+    broken = {"{": "JSON", '{"title": "x"}': "question", "[1]": "array.* a line", '{"turns": []}': "turns"}
+    broken |= {"3": "question", '{"prompt": "x", "domain": 3}': "domain", '{"prompt": "x", "domain": ["a"]}': "domain"}
     broken |= {'{"prompt": "x", "domain": "a|b"}': "table", '{"prompt": "x", "domain": "a\\n"}': "table"}
     broken |= {"[" * 100_000: "JSON"}
     for line, word in broken.items():
@@ -723,6 +723,7 @@ def test_an_answer_must_have_room(flags, models, capsys, beyond):
     assert bench.main([*flags, "--methods", "ar", "--max-new-tokens", str(room + beyond)]) == (2 if beyond else 0)
     *_, last = capsys.readouterr().err.splitlines()
     assert ("context of 256: leave it out, or choose a smaller --prefix" in last) == (beyond > 0)
+    assert ("math.jsonl:1: the prompt's " in last) == (beyond > 0)
 
 
 @pytest.mark.parametrize("late", [False, True])
