@@ -386,7 +386,8 @@ def check_outputs(file: Path) -> None:
         if other.exists() and not other.is_file():
             raise UsageError(f"--out {file}: {other} is a directory or a device: move it away, or name another file")
     if table.exists() and not file.exists():
-        raise UsageError(f"--out {file} would replace {table}, which is no table of it: move that, or name another file")
+        lone = f"{table}, which lies there without its JSON file"
+        raise UsageError(f"--out {file} would replace {lone}: move that, or name another file")
     there = " and ".join(str(path) for path in (file, table) if path.exists())
     if there:
         print(f"bench: {there} will be replaced", file=sys.stderr)

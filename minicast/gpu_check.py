@@ -2,9 +2,9 @@
 
 Stages run in order, each in a process of its own under its own time limit, so that one that hangs or leaves
 the device broken costs nobody else's result. What a stage finds is written at once, to DIR/gpu-check.json
-and, as a table, DIR/gpu-check.md, after what was measured and how. Models have published shapes and random weights: latencies are real, texts
-are not. `--shape tiny` runs the same stages on a tiny model, on any device: a rehearsal, whose figures mean
-nothing.
+and, as a table, DIR/gpu-check.md, after what was measured and how. Models have published
+shapes and random weights: latencies are real, texts are not. `--shape tiny` runs the same stages on a tiny model, on
+any device: a rehearsal, whose figures mean nothing.
 
 A stage fails, and with it the command, if something that has to be right is not; its other figures are written first.
 These have to be right: in float32, the tokens of every replayed method, which must equal eager AR's; the noise, which

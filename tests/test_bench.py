@@ -469,7 +469,7 @@ def test_results_go_to_regular_files(tmp_path, capsys):
 def test_results_replace_only_results(tmp_path, capsys):
     """Notes of one's own lie where the table would; two runs whose names have dots shared one table and journal."""
     (tmp_path / "notes.md").write_text("by hand")
-    with pytest.raises(UsageError, match="would replace .*notes.md, which is no table of it: move that, or name another"):
+    with pytest.raises(UsageError, match="would replace .*notes.md, which lies .*: move that, or name another"):
         bench.check_outputs(tmp_path / "notes.json")
     (tmp_path / "notes.json").write_text("{}")
     bench.check_outputs(tmp_path / "notes.json")
@@ -700,12 +700,13 @@ def test_program_writes_table_and_json(flags, tmp_path, capsys):
 
 
 def test_answers_without_rounds_leave_a_report(flags, monkeypatch, tmp_path):
-    """All that was measured would be lost at the end, or rows be blank without a word; a share is of what has rounds."""
+    """Else what was measured is lost at the end, or rows are blank without a word. Shares are of what has rounds."""
     asked, out = Plan.asked, tmp_path / "blank.json"
     for blank in (["math"], ["math", "chat"]):
 
         def stops_at_once(plan, index, repeat=0):
-            return asked(plan, index, repeat) | ({"stop_ids": range(256)} if plan.questions[index].domain in blank else {})
+            options = asked(plan, index, repeat)
+            return options | {"stop_ids": range(256)} if plan.questions[index].domain in blank else options
 
         monkeypatch.setattr(Plan, "asked", stops_at_once)
         assert bench.main([*flags, "--out", str(out)]) == 0

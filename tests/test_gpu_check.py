@@ -158,7 +158,8 @@ def test_an_interrupted_stage_does_not_look_finished(tmp_path, monkeypatch, ende
     monkeypatch.setitem(STAGES, "a", Stage(stage, 9))
     with pytest.raises(ended):
         run_stage("a", "tiny", Findings(tmp_path))
-    assert list(Findings(tmp_path).read()["a"]) == ["ms", "stopped" if ended is KeyboardInterrupt else "failed", "seconds"]
+    mark = "stopped" if ended is KeyboardInterrupt else "failed"
+    assert list(Findings(tmp_path).read()["a"]) == ["ms", mark, "seconds"]
 
 
 def test_ctrl_c_marks_the_stage_that_ran(tmp_path, monkeypatch):
