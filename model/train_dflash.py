@@ -34,6 +34,7 @@ from minicast.command import guarded, note_no_effect
 from minicast.prompts import EVERYTHING, domain_name, read_prompts
 from minicast.replay import needed
 from minicast.tree import best_first_tree, chain_tree
+from minicast.width import MAX_WIDTH
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, claim, write_atomically
@@ -62,6 +63,7 @@ WARMUP, FLOOR = 0.03, 0.02  # of the budget; of the rate
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 VALIDATE_MINUTES, SAVE_MINUTES = 6.0, 2.0
 WIDTH = 15  # of the tree whose R is told
+CHECKPOINT = "checkpoint.pt"  # in the work directory
 OWN = "own-words"  # the domain of prompts that the target wrote
 
 
@@ -100,7 +102,9 @@ class Trainer:
         out: Path,
         minutes: float,
         rate: float,
+        name: str,
     ):
+        self.name = name  # of the target
         self.draft, self.target, self.head, self.sampler, self.held_out = draft, target, head, sampler, held_out
         self.out, self.budget, self.rate = out, minutes * 60, rate
         self.progress = Progress()
@@ -118,7 +122,11 @@ class Trainer:
 
     @property
     def checkpoint(self) -> Path:
-        return work_directory(self.out) / "checkpoint.pt"
+        return work_directory(self.out) / CHECKPOINT
+
+    @property
+    def weights(self) -> Path:
+        return self.out / "model.safetensors"
 
     def learning_rate(self) -> float:
         """Warm-up, then a cosine down to FLOOR; both go by the share of the budget that is used."""
@@ -161,7 +169,8 @@ class Trainer:
         progress = self.progress
         minutes = round(progress.seconds / 60, 1)
         progress.curve.append({"minutes": minutes, "steps": progress.step, "predicted": progress.predicted, "R": R})
-        if R[EVERYTHING]["tree"] > progress.best:
+        self.out.mkdir(parents=True, exist_ok=True)
+        if R[EVERYTHING]["tree"] > progress.best or not self.weights.exists():
             progress.best = R[EVERYTHING]["tree"]
             save_head(self.draft, self.out, self.frequent)
         write_atomically(self.out / "README.md", model_card(self))
@@ -194,7 +203,7 @@ class Trainer:
         """Go on from the checkpoint, if there is one. UsageError where it is of another head."""
         if not self.checkpoint.exists():
             return
-        way_out = f"delete {self.checkpoint} to begin anew, answers are kept"
+        way_out = f"to begin anew, delete {self.checkpoint} and move {self.out} away, answers are kept"
         try:
             state = torch.load(self.checkpoint, map_location=self.target.device, weights_only=True)
             shape = state["shape"]
@@ -211,15 +220,17 @@ class Trainer:
         if shape != self.shape():
             raise UsageError(
                 f"the checkpoint is of a head with {shape}, the flags ask for {self.shape()}: "
-                f"give the same flags again, or {way_out}"
+                f"give the same flags again; {way_out}"
             )
         tell(f"going on at minute {self.progress.seconds / 60:.1f}")
 
     def run(self) -> None:
         """Train until the budget is used."""
         progress = self.progress
-        if progress.held_out != (now := digest(*sorted(example.prompt for example in self.held_out))):
-            progress.held_out, progress.best = now, 0.0  # the run begins, or files have joined
+        now = digest(*sorted(example.prompt for example in self.held_out))
+        if progress.held_out != now or not self.weights.exists():  # the run begins, files joined, or the head is gone
+            self.save()  # first: a head without a checkpoint would be taken for somebody else's
+            progress.held_out, progress.best = now, 0.0
             self.validate()
         validate_every = min(VALIDATE_MINUTES * 60, self.budget / 4)
         due, saved = progress.seconds + validate_every, progress.seconds
@@ -327,7 +338,7 @@ def model_card(trainer: Trainer) -> str:
     return "\n".join([
         f"# {trainer.out.name}",
         "",
-        f"A DFlash head: {config.layers} layers, block {config.block_size}, {parameters:.1f}M parameters, reads the"
+        f"A DFlash head for {trainer.name}: {config.layers} layers, block {config.block_size}, {parameters:.1f}M parameters, reads the"
         f" outputs of target layers {', '.join(map(str, config.taps))}.",
         "",
         f"Trained by `python -m model.train_dflash` for {progress.seconds / 60:.0f} minutes on {hardware}:"
@@ -376,10 +387,16 @@ def gather_answers(
     target: Target, arguments: argparse.Namespace, prompts: dict[str, list[str]], responses: list[Example]
 ) -> list[Example]:
     """The given responses, and the target's answers to the given prompts, which are written first."""
+    for example in responses:  # those of `answer` are the target's own
+        if not example.prompt or not all(0 <= token < target.vocab_size for token in example.tokens):
+            what = f"ids of the target's vocabulary of {target.vocab_size}"
+            raise UserError(f"{example.domain}: every answer must be {what}, after a prompt of at least one")
     examples, work = list(responses), work_directory(arguments.out)
     if prompts or arguments.own_prompts:
         tokenizer = load_tokenizer(arguments.target)
-        claim(work, {"target": arguments.target, "max_new_tokens": arguments.max_new_tokens})
+    settings = {"target": arguments.target, "max_new_tokens": arguments.max_new_tokens}
+    begun = {"init": arguments.init, "held_out": arguments.held_out}  # free until there is a checkpoint, as answers stay
+    claim(work, settings | begun if (work / CHECKPOINT).exists() else settings, begun)
     if count := arguments.own_prompts:
         written = lambda done, total: bar(done / total, f"{done} of {total} prompts in the target's own words")
         own = own_prompts(target, tokenizer, count, work / f"{OWN}.prompts", written)
@@ -393,10 +410,6 @@ def gather_answers(
         encoded = {tuple(tokenizer.encode_chat(text)) for text in texts}
         answer(target, list(encoded), file, tokenizer.stop_ids, arguments.max_new_tokens, progress=progress)
         examples += (example for example in read_responses(file) if example.prompt in encoded)
-    for example in responses:  # those of `answer` are the target's own
-        if not example.prompt or not all(0 <= token < target.vocab_size for token in example.tokens):
-            what = f"ids of the target's vocabulary of {target.vocab_size}"
-            raise UserError(f"{example.domain}: every answer must be {what}, after a prompt of at least one")
     if not examples:
         raise UserError("nothing to learn from: there is no prompt that the target could answer")
     examples = [example for example in examples if len(example.response) > 1]
@@ -431,11 +444,21 @@ def unused_token(examples: list[Example], vocab_size: int) -> int:
     return unused
 
 
+def check_free(out: Path) -> None:
+    """UsageError where `out` holds a head, or a card, that is of no run which could go on."""
+    if (work_directory(out) / CHECKPOINT).exists():
+        return
+    for name in ("model.safetensors", "config.json", "README.md"):
+        if (out / name).exists():
+            raise UsageError(f"--out {out} holds {name} of another head: move it away, or name another directory")
+
+
 def prepare(arguments: argparse.Namespace) -> Trainer:
     """Everything up to the first step."""
     if not arguments.out.name:
         raise UsageError(f"--out {arguments.out}: give the directory a name of its own")
     check_directory(arguments.out, "--out")
+    check_free(arguments.out)
     check_name(arguments.target, "target")
     if arguments.init is not None:
         check_name(arguments.init, "draft")
@@ -462,12 +485,14 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
     head = LossHead.of(lm_head, {token for example in train for token in example.response})
     readings = ReadingCache(work_directory(arguments.out) / "readings", target, draft.taps, arguments.target)
     sampler = Sampler(train, readings)
-    return Trainer(draft, target, head, sampler, held_out, arguments.out, arguments.minutes, arguments.rate)
+    run = arguments.out, arguments.minutes, arguments.rate, arguments.target
+    return Trainer(draft, target, head, sampler, held_out, *run)
 
 
 def flags() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m model.train_dflash", description="Train a DFlash head.")
     minutes = number("a number above 0", lambda value: 0 < value < math.inf)
+    block = number(f"a whole number from 2 to {MAX_WIDTH + 1}", lambda value: 2 <= value <= MAX_WIDTH + 1, int)
     rate = number("a number above 0 and below 1", lambda value: 0 < value < 1)
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
     parser.add_argument("--prompts", nargs="+", type=Path, default=[], help="JSONL files; the target answers them first")
@@ -480,7 +505,7 @@ def flags() -> argparse.ArgumentParser:
                         help="of training; answering the prompts comes on top; default: %(default)g")
     parser.add_argument("--init", help="a head to go on from; default: start at the target's last layers")
     parser.add_argument("--layers", type=at_least(1), default=3, help="of the head; default: %(default)s")
-    parser.add_argument("--block", type=at_least(2), default=8,
+    parser.add_argument("--block", type=block, default=8,
                         help="positions drafted in one pass, the root's included; default: %(default)s")
     parser.add_argument("--taps", type=each_once(0), default=[], metavar="I,I,...",
                         help="target layers that it reads, 0 the first; default: five, evenly spread")

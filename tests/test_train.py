@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def small_trainer(tmp_path, target, minutes=1.0) -> Trainer:
     lm_head = torch.randn(target.vocab_size, target.config.hidden, generator=torch.Generator().manual_seed(0))
     head = LossHead.of(lm_head, {token for example in examples[2:] for token in example.response})
     sampler = Sampler(examples[2:], cache)
-    return Trainer(draft, target, head, sampler, examples[:2], tmp_path / "out", minutes, rate=1e-3)
+    return Trainer(draft, target, head, sampler, examples[:2], tmp_path / "out", minutes, rate=1e-3, name="tiny")
 
 
 def test_many_anchors_in_one_pass_equal_the_decoders_draft_at_each(tmp_path, target, draft):
@@ -241,12 +242,69 @@ def test_R_on_other_held_out_answers_begins_anew(tmp_path, target):
     trainer.save()
     same, other = small_trainer(tmp_path, target, minutes=1e-6), small_trainer(tmp_path, target, minutes=1e-6)
     other.held_out = other.held_out[:1]
-    (tmp_path / "out" / "model.safetensors").unlink()
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(b"the best")
     for resumed, best in (same, 99.0), (other, pytest.approx(1.5, abs=0.6)):
         resumed.resume()
         resumed.run()
         assert resumed.progress.best == best
-    assert (tmp_path / "out" / "model.safetensors").exists()
+        assert (weights.read_bytes() == b"the best") == (resumed is same)
+
+
+def test_a_head_that_was_deleted_is_written_again(tmp_path, target):
+    """A finished run would else name one that is not there; one with minutes left would end at the card."""
+    small_trainer(tmp_path, target, minutes=1e-6).run()
+    shutil.rmtree(tmp_path / "out")
+    again = small_trainer(tmp_path, target, minutes=1e-6)
+    again.resume()
+    again.progress.best = 99.0
+    again.run()
+    assert load_draft(tmp_path / "out", device="cpu").block_size == 8
+    assert "head for tiny" in (tmp_path / "out" / "README.md").read_text()
+    shutil.rmtree(tmp_path / "out")
+    again.validate()  # deleted while it trained
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == \
+        ["README.md", "config.json", "frequent_tokens.json", "model.safetensors"]
+
+
+def few_responses(tmp_path) -> str:
+    """The flags of a tiny run that needs no tokenizer."""
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps([[1, number], [3, 4, 5, 6]]) + "\n" for number in range(6)))
+    target = write_tiny_target(tmp_path / "target")
+    return f"--target {target} --responses {file} --layers 1 --minutes 1e-6 --out {tmp_path / 'out'} --held-out 1"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "README.md"])
+def test_a_head_of_somebody_elses_is_not_overwritten(tmp_path, name):
+    """Only a checkpoint tells that it is of this run, and there is one from before the first head is written."""
+    command = few_responses(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    with pytest.raises(UsageError, match=f"out holds {name} of another head: move it away"):
+        prepare(flags().parse_args(command.split()))
+    assert (tmp_path / "out" / name).read_text() == "mine" and not (tmp_path / "out.training").exists()
+    (tmp_path / "out" / name).unlink()
+    trainer = prepare(flags().parse_args(command.split()))
+    trainer.step = None  # killed before the first update
+    with pytest.raises(TypeError):
+        trainer.run()
+    assert (tmp_path / "out" / name).exists() and prepare(flags().parse_args(command.split()))
+
+
+def test_a_run_goes_on_with_its_own_settings_alone(tmp_path):
+    """Answers that were trained on would else be held out, another --init or target change nothing, without a word.
+    Before the first checkpoint, or without it, what concerns the answers alone is kept."""
+    command, head = few_responses(tmp_path), write_tiny_draft(tmp_path / "head")
+    other = write_tiny_target(tmp_path / "target2")
+    prepare(flags().parse_args([*command.split(), "--held-out", "2"]))
+    trainer = prepare(flags().parse_args(command.split()))
+    trainer.save()
+    for changed in (f"--target {other}", "--held-out 2", f"--init {head}"):
+        with pytest.raises(UsageError, match="out.training holds answers of target .*give the same flags again"):
+            prepare(flags().parse_args([*command.split(), *changed.split()]))
+    trainer.checkpoint.unlink()
+    prepare(flags().parse_args([*command.split(), "--held-out", "2"]))
 
 
 @pytest.mark.parametrize("line", ["[[1, 2], [5, 99999, 7]]", "[[], [5, 6, 7]]", "[[-1], [5, 6, 7]]"])
@@ -402,7 +460,7 @@ def test_budgets_that_train_nothing_are_refused(tmp_path, capsys, flags_given):
     assert f"argument {flag}: {rule}, got {value!r} (see" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags_given", ["--layers 0", "--block 1", "--taps 1,1", "--held-out 0", "--max-new-tokens 1"])
+@pytest.mark.parametrize("flags_given", ["--layers 0", "--block 1", "--block 129", "--taps 1,1", "--held-out 0", "--max-new-tokens 1"])
 def test_numbers_that_make_no_head_are_refused(flags_given):
     with pytest.raises(SystemExit) as stop:
         flags().parse_args(f"--target t --out o {flags_given}".split())
