@@ -29,7 +29,7 @@ from minicast.figures import chosen_width
 from minicast.prompts import EVERYTHING, MEAN
 from minicast.width import FIT_FROM, CostModel
 from model.errors import UsageError, UserError
-from model.files import check_directory, read_text
+from model.files import check_directory, read_text, write_atomically
 
 NO_SWEEP = "has no speedup over AR at a fixed width: run bench with --methods ar,cast --widths N,..."
 NO_MATPLOTLIB = "pictures need matplotlib: pip install matplotlib"
@@ -209,7 +209,7 @@ def run(files: Sequence[Path], out: Path) -> int:
             path = out / f"{file.stem}-{name}.png"
             try:
                 out.mkdir(parents=True, exist_ok=True)
-                figure.savefig(path, dpi=150)
+                write_atomically(path, lambda part: figure.savefig(part, dpi=150, format="png"))
             except OSError as error:
                 raise UserError(f"cannot write {path}: {error.strerror}") from error
             print(path)
@@ -219,7 +219,7 @@ def run(files: Sequence[Path], out: Path) -> int:
 def read(file: Path) -> dict:
     try:
         values = json.loads(read_text(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, or nested too deep
         raise UsageError(f"{file} is not JSON: give the JSON output of bench, replay or a probe") from error
     return values if isinstance(values, dict) else {}
 

@@ -1,7 +1,9 @@
 """Pictures of measured figures: what is drawn is what the files hold; without matplotlib, one clear line."""
 
+import errno
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,7 +67,8 @@ def test_says_what_it_cannot_draw(tmp_path, capsys):
     """A missing file, no JSON, and JSON of another kind: one line each, with the file's name."""
     other = [write(tmp_path / f"{k}.json", values) for k, values in enumerate(({"a": 1}, [1], "x"))]
     (tmp_path / "text.json").write_text("{")
-    for file in [*other, str(tmp_path / "text.json"), str(tmp_path / "none.json")]:
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    for file in [*other, *(str(tmp_path / f"{name}.json") for name in ("text", "deep", "none"))]:
         assert plot.main([file]) == 2
         message = capsys.readouterr().err
         assert file in message and message.count("\n") == 1
@@ -80,6 +83,21 @@ def test_draws_every_kind_of_file(kind, tmp_path, capsys):
     pictures = [tmp_path / "new" / f"{kind}-{name}.png" for name in names]
     assert capsys.readouterr().out.splitlines() == list(map(str, pictures))
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch, capsys):
+    """A full disk, halfway."""
+    figure = pytest.importorskip("matplotlib.figure")
+    (tmp_path / "a-latency.png").write_bytes(b"a good one")
+
+    def full(self, file, **how):
+        Path(file).write_bytes(b"half")
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(figure.Figure, "savefig", full)
+    assert plot.main([write(tmp_path / "a.json", FILES["probe"][0]), "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"plot: cannot write {tmp_path / 'a-latency.png'}: File too large\n"
+    assert (tmp_path / "a-latency.png").read_bytes() == b"a good one" and len(list(tmp_path.iterdir())) == 2
 
 
 def lines_of(figure) -> dict[str, tuple[list, list]]:
