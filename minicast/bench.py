@@ -199,7 +199,7 @@ class Journal:
             found, *lines = map(json.loads, complete)
             found = dict(found)
             self.records = [Record.from_json(values) for line in lines for values in line]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(f"{path} is damaged ({error}): delete it, and the run begins anew") from error
         if found != settings:
             other = ", ".join(name for name in {**found, **settings} if found.get(name) != settings.get(name))

@@ -61,7 +61,7 @@ class Measured:
             where = values.get("environment") or {"hardware": key["device"], "weights": "unnamed weights"}
             disturbed = "" if all(each.steady for each in costs.values()) else f", {DISTURBED}"
             return cls(f"{where['weights']} on {where['hardware']}{disturbed}", costs, tuple(map(int, buckets)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             hint = "give what `python -m minicast.bench --out FILE.json` wrote, with width auto or --probe-full"
             raise UsageError(f"{path} holds no measured costs: {hint}") from error
 

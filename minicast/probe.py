@@ -534,7 +534,7 @@ def read_costs(path: Path, key: dict) -> Costs | None:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return costs_of(values["costs"]) if values["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -543,6 +543,8 @@ def costs_of(values: dict) -> Costs:
     tables = {name: tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms", "proposed") if name in values}
     costs = Costs(**tables, steady=bool(values.get("steady", True)))
     costs.model(), costs.proposal_ms(1)  # refuse what is no measurement
+    if not all(0 < ms < inf for ms in costs.propose_ms):
+        raise ValueError("a proposal's time is finite and above 0 ms")
     return costs
 
 

@@ -26,6 +26,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from numbers import Integral
 from statistics import fmean, linear_regression
 
@@ -63,8 +64,8 @@ class CostModel:
         """
         if len(packed) != len(milliseconds) or not packed:
             raise ValueError(f"{len(packed)} row counts with {len(milliseconds)} times: give a time for each")
-        if min(packed) < 1 or not min(milliseconds) > 0:
-            raise ValueError("row counts are at least 1 and times above 0 ms")
+        if not all(1 <= n < inf for n in packed) or not all(0 < ms < inf for ms in milliseconds):
+            raise ValueError("row counts are at least 1, times above 0 ms, and all are finite")
         counts = sorted(set(packed))
         means = [fmean(ms for n, ms in zip(packed, milliseconds) if n == count) for count in counts]
         fitted = [(n, ms) for n, ms in zip(counts, means) if n >= FIT_FROM]

@@ -79,7 +79,7 @@ def claimed(directory: Path) -> dict | None:
         return None
     try:
         return dict(json.loads(read_text(file)))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is damaged: delete {directory}, or choose another --out") from error
 
 

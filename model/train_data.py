@@ -64,13 +64,15 @@ def read_lines(file: str | Path) -> list:
         lines.pop()
     try:
         return [json.loads(line) for line in lines if line.strip()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, or nested too deep
         raise UserError(f"{file} cannot be read as JSONL ({error}): one JSON value a line is expected") from error
 
 
 def _is_json(line: str) -> bool:
     try:
         json.loads(line)
+    except RecursionError:  # not cut, but nothing that can be read
+        return True
     except ValueError:
         return False
     return True
@@ -81,7 +83,9 @@ def read_responses(file: str | Path) -> list[Example]:
     examples = []
     for number, line in enumerate(read_lines(file), 1):
         try:
-            prompt, response = (tuple(int(token) for token in part) for part in line)
+            prompt, response = map(tuple, line)
+            if not all(type(token) is int for token in prompt + response):
+                raise TypeError("an id is a whole number")
         except (TypeError, ValueError) as error:
             raise UserError(f"{file}, line {number}: not [prompt ids, response ids]") from error
         examples.append(Example(prompt, response, Path(file).stem))

@@ -338,8 +338,8 @@ def model_card(trainer: Trainer) -> str:
     return "\n".join([
         f"# {trainer.out.name}",
         "",
-        f"A DFlash head for {trainer.name}: {config.layers} layers, block {config.block_size}, {parameters:.1f}M parameters, reads the"
-        f" outputs of target layers {', '.join(map(str, config.taps))}.",
+        f"A DFlash head for {trainer.name}: {config.layers} layers, block {config.block_size},"
+        f" {parameters:.1f}M parameters, reads the outputs of target layers {', '.join(map(str, config.taps))}.",
         "",
         f"Trained by `python -m model.train_dflash` for {progress.seconds / 60:.0f} minutes on {hardware}:"
         f" {progress.step} steps of {sequences} × {anchors} blocks, {progress.predicted} predicted tokens, from"
@@ -395,7 +395,7 @@ def gather_answers(
     if prompts or arguments.own_prompts:
         tokenizer = load_tokenizer(arguments.target)
     settings = {"target": arguments.target, "max_new_tokens": arguments.max_new_tokens}
-    begun = {"init": arguments.init, "held_out": arguments.held_out}  # free until there is a checkpoint, as answers stay
+    begun = {"init": arguments.init, "held_out": arguments.held_out}  # free without a checkpoint: answers stay
     claim(work, settings | begun if (work / CHECKPOINT).exists() else settings, begun)
     if count := arguments.own_prompts:
         written = lambda done, total: bar(done / total, f"{done} of {total} prompts in the target's own words")

@@ -349,7 +349,7 @@ def test_journal_survives_a_cut_anywhere(tmp_path):
         assert Journal(path, settings).records == resumed.records
     with pytest.raises(UsageError, match=r"other settings \(seed\): delete it"):
         Journal(path, settings | {"seed": 1})
-    for damaged in (whole[1:], whole[:header] + b"[1]\n"):
+    for damaged in (whole[1:], whole[:header] + b"[1]\n", whole[:header] + b"[" * 200_000 + b"\n"):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="damaged.* delete it"):
             Journal(path, settings)

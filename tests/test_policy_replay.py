@@ -125,8 +125,11 @@ def test_costs_from_a_file(tmp_path, capsys):
         right.write_text(json.dumps(file))
         source = "unnamed weights on D" if "key" in file else "W on H"
         assert Measured.read(right) == Measured(source, dict.fromkeys(prefixes, costs), buckets)
-    for nothing in (bench | {"costs": {}}, bench | later | {"buckets": 3}, bench | {"costs": {"x": values}}):
-        wrong.write_text(json.dumps(nothing))
+    nothings = [bench | {"costs": {}}, bench | later | {"buckets": 3}, bench | {"costs": {"x": values}}]
+    nothings += [bench | later | {"buckets": [1, float("inf")]}]  # as json writes and reads it, if nobody else
+    nothings += [bench | {"costs": values | {name: [1.0, float("nan")]}} for name in ("settle_ms", "propose_ms")]
+    for text in (*map(json.dumps, nothings), "[" * 200_000):
+        wrong.write_text(text)
         with pytest.raises(UsageError, match="holds no measured costs"):
             Measured.read(wrong)
 

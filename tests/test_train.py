@@ -315,6 +315,20 @@ def test_answers_that_are_not_the_targets_are_refused(tmp_path, line):
         prepare(flags().parse_args([*command.split(), "--responses", str(tmp_path / "few.jsonl")]))
 
 
+@pytest.mark.parametrize("line", ['["12", "34"]', "[[1], [2.7, 3]]", "[[true], [2]]", "[[1], [1e400]]", "[[1]]", "7"])
+def test_answers_that_are_no_ids_are_refused(tmp_path, line):
+    (tmp_path / "few.jsonl").write_text("[[1], [3, 4, 5]]\n" + line + "\n")
+    with pytest.raises(UserError, match=r"few.jsonl, line 2: not \[prompt ids, response ids\]"):
+        read_responses(tmp_path / "few.jsonl")
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_answers_nested_too_deep_are_refused(tmp_path, end):
+    (tmp_path / "deep.jsonl").write_text("[[1], [3, 4, 5]]\n" + "[" * 200_000 + end)
+    with pytest.raises(UserError, match="deep.jsonl cannot be read as JSONL"):
+        read_responses(tmp_path / "deep.jsonl")
+
+
 def test_prompts_that_do_not_fit_are_counted(tmp_path, target):
     long = [1] * (target.context - 9)
     with pytest.warns(UserWarning, match=f"1 of 2 prompts are left out: .* exceed the context of {target.context}"):
@@ -460,7 +474,10 @@ def test_budgets_that_train_nothing_are_refused(tmp_path, capsys, flags_given):
     assert f"argument {flag}: {rule}, got {value!r} (see" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags_given", ["--layers 0", "--block 1", "--block 129", "--taps 1,1", "--held-out 0", "--max-new-tokens 1"])
+@pytest.mark.parametrize(
+    "flags_given",
+    ["--layers 0", "--block 1", "--block 129", "--taps 1,1", "--held-out 0", "--max-new-tokens 1"],
+)
 def test_numbers_that_make_no_head_are_refused(flags_given):
     with pytest.raises(SystemExit) as stop:
         flags().parse_args(f"--target t --out o {flags_given}".split())

@@ -4,7 +4,7 @@ import random
 import warnings
 from dataclasses import replace
 from itertools import accumulate, groupby
-from math import ceil, exp, log, sin
+from math import ceil, exp, inf, log, nan, sin
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -195,7 +195,8 @@ def test_buckets():
 
 
 def test_fit_refuses_what_is_no_measurement():
-    bad = [([], []), ([1, 2], [1.0]), ([0], [1.0]), ([1], [0.0]), ([1], [float("nan")])]
+    bad = [([], []), ([1, 2], [1.0]), ([0], [1.0]), ([1], [0.0]), ([1], [nan]), ([1, 16], [1.0, nan])]
+    bad += [([1, 16], [1.0, inf]), ([1, inf], [1.0, 2.0]), ([nan, 1], [1.0, 2.0])]
     for packed, milliseconds in bad:
         with pytest.raises(ValueError):
             CostModel.fit(packed, milliseconds)
