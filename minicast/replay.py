@@ -27,9 +27,10 @@ import hashlib
 import json
 import shlex
 import sys
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -630,7 +631,8 @@ def record_prompts(arguments: argparse.Namespace) -> None:
     prompts = read_prompts(arguments.prompts, arguments.limit)
     placement = Placement.choose(arguments.device, arguments.dtype)
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts=True)
-    head, tokenizer = head_digest(choice.draft), choice.tokenizer()  # so both names are right
+    head, tokenizer = head_digest(choice.draft), choice.tokenizer()
+    target, draft = choice.load(placement)  # so both names are right, and fit
     claim(
         arguments.out,
         {
@@ -641,8 +643,11 @@ def record_prompts(arguments: argparse.Namespace) -> None:
         },
         {"draft": hub.source(choice.draft, "draft"), "head": head},
     )
-    target, draft = choice.load(placement)
-    domains = {tuple(tokenizer.encode_chat(prompt.text)): prompt.domain for prompt in prompts}
+    domains, elsewhere = {}, 0
+    for prompt in prompts:
+        elsewhere += domains.setdefault(tuple(tokenizer.encode_chat(prompt.text)), prompt.domain) != prompt.domain
+    if elsewhere:
+        warnings.warn(f"{elsewhere} of {len(prompts)} prompts are of another domain, too: they count in the first alone")
     file = arguments.out / "answers.jsonl"
     with tqdm(total=len(domains), desc="answering", unit="prompt", disable=None) as bar:
         train_data.answer(
@@ -655,6 +660,8 @@ def record_prompts(arguments: argparse.Namespace) -> None:
         path = arguments.out / f"{head[:8]}-{key[:16]}.safetensors"
         if not path.exists():
             record(target, draft, example.prompt, example.response, domains[example.prompt]).save(path)
+        elif (recording := Recording.load(path)).domain != domains[example.prompt]:  # of a file of another name
+            replace(recording, domain=domains[example.prompt]).save(path)
 
 
 def head_digest(name: str) -> str:
@@ -666,7 +673,10 @@ def head_digest(name: str) -> str:
 
 
 def read_recordings(directory: Path) -> tuple[dict, list[Recording]]:
-    """The settings, and every answer with a round that their head drafted, in the files' order."""
+    """The settings, and every answer with a round that their head drafted, in the files' order.
+
+    Where the head drafted some of the answers alone, after a kill or for fewer prompts, a line says so.
+    """
     settings = claimed(directory)
     if settings is None or "head" not in settings:
         raise UsageError(f"{directory} holds no recorded rounds: run without --analyse first")
@@ -674,6 +684,10 @@ def read_recordings(directory: Path) -> tuple[dict, list[Recording]]:
     recordings = [recording for recording in map(Recording.load, files) if len(recording.answer) > 1]
     if not recordings:
         raise UserError(f"{directory} holds no recorded rounds: give prompts that fit the context, and no --analyse")
+    answered = len(train_data.read_responses(directory / "answers.jsonl"))
+    if len(files) < answered:
+        rest = "run without --analyse, with all prompts, for the rest"
+        warnings.warn(f"{len(files)} of {answered} answers in {directory} are drafted, figures are of these: {rest}")
     return settings, recordings
 
 

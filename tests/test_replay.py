@@ -457,3 +457,40 @@ def test_a_wrong_model_claims_no_directory(command, tmp_path, capsys):
     (tmp_path / "target" / "tokenizer.json").unlink()
     status, out = command()
     assert status == 1 and not out.exists() and "tokenizer.json" in capsys.readouterr().err
+
+
+def test_a_head_that_does_not_fit_is_not_noted(command, tmp_path, capsys):
+    """--analyse would look for rounds of it."""
+    _, out = command()
+    settings = (out / "settings.json").read_text()
+    wrong = write_tiny_draft(tmp_path / "wrong", hidden_size=64)
+    capsys.readouterr()
+    assert command("--draft-model", str(wrong))[0] != 0
+    assert "does not fit" in capsys.readouterr().err and (out / "settings.json").read_text() == settings
+    assert command("--analyse")[0] == 0
+
+
+def test_a_recording_that_was_interrupted_is_told(command, capsys):
+    """Its figures are of what there is, and a domain may be missing."""
+    _, out = command()
+    assert "are drafted" not in capsys.readouterr().err
+    sorted(out.glob("*.safetensors"))[1].unlink()
+    assert command("--analyse")[0] == 0
+    assert f"replay: 2 of 3 answers in {out} are drafted, figures are of these: " in capsys.readouterr().err
+
+
+def test_prompts_go_by_the_domain_that_they_are_given_last(command, tmp_path, capsys):
+    """Recorded under another name before, and in two files at once."""
+    command()
+    other = tmp_path / "sums.jsonl"
+    other.write_text((tmp_path / "maths.jsonl").read_text())
+    capsys.readouterr()
+    status, out = command("--prompts", str(other))
+    printed = capsys.readouterr()
+    assert status == 0 and "| R (promised) | sums | all |" in printed.out and "another domain" not in printed.err
+    other.write_text('"another"\n' + other.read_text())
+    assert command("--prompts", str(tmp_path / "maths.jsonl"), str(other))[0] == 0
+    printed = capsys.readouterr()
+    assert "replay: 3 of 7 prompts are of another domain, too: they count in the first alone\n" in printed.err
+    found = json.loads((out / "analysis.json").read_text())["findings"]
+    assert {finding["domain"]: finding["prompts"] for finding in found} == {"maths": 3, "sums": 1, "all": 4}
