@@ -647,7 +647,7 @@ def record_prompts(arguments: argparse.Namespace) -> None:
     for prompt in prompts:
         elsewhere += domains.setdefault(tuple(tokenizer.encode_chat(prompt.text)), prompt.domain) != prompt.domain
     if elsewhere:
-        warnings.warn(f"{elsewhere} of {len(prompts)} prompts are of another domain, too: they count in the first alone")
+        warnings.warn(f"{elsewhere} of {len(prompts)} prompts are of another domain, too: they count in the first")
     file = arguments.out / "answers.jsonl"
     with tqdm(total=len(domains), desc="answering", unit="prompt", disable=None) as bar:
         train_data.answer(

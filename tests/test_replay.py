@@ -491,6 +491,6 @@ def test_prompts_go_by_the_domain_that_they_are_given_last(command, tmp_path, ca
     other.write_text('"another"\n' + other.read_text())
     assert command("--prompts", str(tmp_path / "maths.jsonl"), str(other))[0] == 0
     printed = capsys.readouterr()
-    assert "replay: 3 of 7 prompts are of another domain, too: they count in the first alone\n" in printed.err
+    assert "replay: 3 of 7 prompts are of another domain, too: they count in the first\n" in printed.err
     found = json.loads((out / "analysis.json").read_text())["findings"]
     assert {finding["domain"]: finding["prompts"] for finding in found} == {"maths": 3, "sums": 1, "all": 4}
