@@ -545,3 +545,20 @@ def test_the_largest_graphs_are_recorded_first(models, monkeypatch):
     arms = [Arm("ar", 0), Arm("cast", 7), Arm("cast", 40)]
     warm_up(dict.fromkeys(arms, replaying(*models)), prompt_of(5), {"max_new_tokens": 4})
     assert [label for label in recorded if "rows" in label] == ["48 rows", "16 rows", "1 rows"]
+
+
+def test_a_rank_cap_records_anew(models):
+    """It is constant in a proposal's graph: under another's key that one's trees would be proposed. `None` is no cap."""
+    decoder, plain = replaying(*models), Decoder(*models)
+    for rank_cap in (1, 8, None):
+        options = dict(width=63, rank_cap=rank_cap, max_new_tokens=6)
+        ours, theirs = ([step.tree for step in each.stream(prompt_of(5), **options) if step.tree] for each in (decoder, plain))
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one.real().parents, other.parents) and torch.equal(one.real().tokens, other.tokens)
+
+
+def test_static_caches_end_with_the_context(models):
+    """A default `max_length` beyond it would be memory for nothing."""
+    decoder = Decoder(*models, attention="static")
+    decoder.generate(prompt_of(5), width=7, max_new_tokens=3)
+    assert decoder.state.slots == 256  # 64 positions and the widest pack, in whole tiles

@@ -90,7 +90,8 @@ def test_windows_of_one_shape_share_their_buffers():
     addresses = first.bits.data_ptr(), first.blocks.kv_num_blocks.data_ptr()
     second = body.window(torch.tensor([90]), 90, offsets, random_tree(16, 1), 256).mask
     assert second is first and addresses == (second.bits.data_ptr(), second.blocks.kv_num_blocks.data_ptr())
-    assert body.window(torch.tensor([3]), 3, offsets, EVERYTHING, 256).mask is not first
+    for kind in (EVERYTHING, CAUSAL):
+        assert body.window(torch.tensor([3]), 3, offsets, kind, 256).mask is not first
 
 
 def test_all_bodies_attend_alike():

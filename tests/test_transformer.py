@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 
 from graphs.masks import BODIES
 from model import load_draft, load_target
+from model.config import DraftConfig, Rope
 from model.errors import UsageError
-from model.linear import PANEL, Linear, lay_out, panel_product
-from model.transformer import KVCache, dot_product_attention
+from model.linear import PANEL, SLICE, Linear, lay_out, panel_product
+from model.transformer import KVCache, Rotary, dot_product_attention, rope_frequencies
 
 GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 1e-4  # relative to the largest value, float32
@@ -161,3 +162,43 @@ def test_laying_out_a_model_changes_its_layers_alone_and_back():
     lay_out(target, compiled=False)
     assert all(module.packed is not None and module.panels is None for module in linears)
     assert torch.equal(target.score(tokens)[0], expected)
+
+
+@pytest.mark.parametrize("rope, expected, factor", [
+    (
+        Rope(1e4, "yarn", 4.0, original_context=512),
+        [1.0, 0.256935, 0.0625, 0.013835, 0.0025, 0.000790569, 0.00025, 7.90569e-05], 1.138629436,
+    ),
+    (
+        Rope(1e4, "yarn", 4.0, original_context=32),
+        [1.0, 0.197642, 0.025, 0.00790569, 0.0025, 0.000790569, 0.00025, 7.90569e-05], 1.138629436,
+    ),
+    (
+        Rope(1e4, "yarn", 2.0, original_context=512, beta_fast=16.0, beta_slow=2.0, attention_factor=1.5),
+        [1.0, 0.316228, 0.0833333, 0.0210819, 0.005, 0.00158114, 0.0005, 0.000158114], 1.5,
+    ),
+])  # fmt: skip
+def test_yarn_frequencies_match_the_reference(rope, expected, factor):
+    """Computed by transformers 4.57.1 (`_compute_yarn_parameters`), at head_dim 16. No reference model here has yarn."""
+    frequencies, scale = rope_frequencies(rope, 16, context=4096)
+    torch.testing.assert_close(frequencies, torch.tensor(expected), rtol=1e-5, atol=0.0)
+    assert scale == pytest.approx(factor)
+    shape = dict(hidden=32, intermediate=32, layers=1, heads=2, kv_heads=2, head_dim=16, eps=1e-6, context=4096)
+    cos, signed_sin = Rotary(DraftConfig(
+        vocab_size=8, block_size=4, taps=(0,), mask_token_id=7, target_layers=1, qk_norm=True, rope=rope, **shape
+    ))(torch.tensor([0, 700]), torch.float32)  # fmt: skip
+    torch.testing.assert_close(cos**2 + signed_sin**2, torch.full((2, 16), factor**2))
+
+
+def test_a_weight_that_16_bits_do_not_hold_is_found_wherever_it_lies():
+    """The check goes by slices of rows: one that stopped at the first would round what lies behind."""
+    weight = torch.ones(SLICE + 1, 2)
+    weight[SLICE] = 1 / 3
+    layer = Linear(2, SLICE + 1)
+    layer.weight.data = weight.clone()
+    layer.pack()
+    if layer.weight is not None:
+        pytest.skip("no packed layout on this CPU")
+    assert torch.equal(layer(torch.eye(2)).T, weight)
+    layer.to_panels()
+    assert layer.panels.dtype == torch.float32

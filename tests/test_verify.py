@@ -554,3 +554,9 @@ def test_four_tokens_against_the_drafters_opposite_order():
                            positions, noise),
     ):  # fmt: skip
         assert (torch.bincount(committed, minlength=4) / draws - p).abs().max() < 0.005
+
+
+def test_a_token_without_mass_is_not_accepted_for_want_of_another():
+    """Its proposal is so small that the rest of it is 1 when rounded: nothing is left of mu, and it must wait all the same."""
+    p, log_q = torch.tensor([[0.0, 1.0]]).double(), torch.tensor([[-80.0, 0.0]]).double()
+    assert acceptance(p, log_q).tolist() == [[0.0, 1.0]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minicast.back_off import (
-    BANK, BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, LENT, MEMORY, RECORDED_BUDGET, RECORDED_TRY_SHARE,
+    BANK, BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, LENT, MEMORY, NEIGHBOURS, RECORDED_BUDGET, RECORDED_TRY_SHARE,
     TRUSTED_FROM, TRY_SHARE, BackOff, Pace, Trust,
 )
 from minicast.policy import AutoWidth, FixedWidth, RoundWidth, paying_width
@@ -623,3 +623,30 @@ def test_clamp_width():
         assert clamp_width(10_000) == 127
     with pytest.raises(ValueError, match="-1"):
         clamp_width(-1)
+
+
+def test_pauses_begin_short_again_after_a_good_stretch():
+    """They double with each failure in a row: what failed before the purse was full again does not count."""
+    back_off, k = BackOff(), ceil(1 / TRY_SHARE)
+
+    def pause() -> int:
+        while back_off.drafting:
+            back_off.after_draft(1, 2.0)
+        tokens = back_off.ar_tokens_left
+        back_off.after_ar(tokens)
+        return tokens
+
+    assert [pause(), pause()] == [k, 2 * k]
+    for _ in range(10):
+        back_off.after_draft(4, 2.0)
+    assert back_off.purse == BANK and pause() == k
+
+
+def test_pace_leaves_out_what_was_drafted_before_a_pause():
+    """After it a single round is tried: those of another minute would outvote it."""
+    pace = Pace()
+    for drafted in (*[True] * NEIGHBOURS, False, False):
+        pace.observe(drafted, 3.0 if drafted else 1.0)
+    for drafted in (True, False, False):
+        pace.observe(drafted, 1.0)
+    assert list(pace.ratios) == [3.0, 1.0]
