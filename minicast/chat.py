@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from minicast.decode import Decoder
+from minicast.program import Terminated
 from minicast.terminal import Answer, Screen, mean, show_answer
 from model.errors import UserError
 from model.tokenizer import Tokenizer
@@ -89,6 +90,7 @@ class Chat:
         self.decoder, self.conversation, self.options, self.screen = decoder, conversation, options, screen
         self.interactive = bool(sys.stdin) and sys.stdin.isatty() and screen.stream.isatty()
         self.answers: list[Answer] = []
+        self.refused = False  # a turn was: nobody is there to see it, where there is no terminal but the exit status
         self.commands = {"/reset": self.reset, "/stats": self.stats, "/help": lambda: note(HELP)}
 
     def run(self) -> int:
@@ -110,9 +112,9 @@ class Chat:
             except EOFError:
                 if self.interactive:
                     note("")
-                return 0
-            except KeyboardInterrupt:
-                if warned or not self.interactive:
+                return int(self.refused and not self.interactive)
+            except KeyboardInterrupt as stop:
+                if warned or not self.interactive or isinstance(stop, Terminated):
                     raise
                 warned = True
                 note("\n(Ctrl-C again, Ctrl-D or /quit leaves)")
@@ -132,6 +134,7 @@ class Chat:
                 self.reply(message)
             except UserError as error:  # this turn cannot be had; the conversation goes on without it
                 note(f"run.py: {error}")
+                self.refused = True
 
     def reply(self, message: str) -> None:
         """One turn. It is kept as far as its reply was shown."""

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from minicast.program import INTERRUPTED, Unwritable, complain, interruptible, settle_streams, watched_streams
+from minicast.program import (
+    INTERRUPTED, TERMINATED, Terminated, Unwritable, complain, interruptible, settle_streams, watched_streams,
+)
 from model import check_pair, hub, load_draft, load_target, load_tokenizer
 from model.config import read_json
 from model.dflash import FREQUENT_TOKENS, DraftHead
@@ -42,10 +44,10 @@ def guarded(program: str, run: Callable[[], int], stopped: str = "") -> int:
     except Unwritable as error:
         complain(f"{program}: cannot write to stdout: {error}")
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if stopped:
             complain(f"{program}: stopped; {stopped}")
-        return INTERRUPTED
+        return TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
     except BrokenPipeError:  # the reader, `head` perhaps, has enough
         return 0
     except OSError as error:
@@ -163,7 +165,7 @@ class Choice:
         if not drafts:
             return cls(target, None, pair)
         if draft is None and pair is None:
-            way_out = "name one with --draft-model (run.py --method ar needs none)"
+            way_out = "name one with --draft-model (run.py --method ar needs none, but for --compare, --explain or --reprobe)"
             raise UsageError(f"no draft head is known for {target}: {way_out}")
         if draft is not None:
             hub.check_name(draft, "draft")  # before the target is loaded
@@ -212,12 +214,13 @@ class Choice:
 def frequent_tokens(draft: DraftHead) -> list[int]:
     """Token ids that lie beside a head, the most frequent first; at least one."""
     file = draft.directory / FREQUENT_TOKENS
-    form = '{"tokens": [token ids, the most frequent first]}'
+    form = '{"tokens": [different token ids, the most frequent first]}'
     if not file.is_file():
         missing = f"{file} is missing; heads of model.train_dflash have one, for others write {form} there"
         raise UsageError(f"--draft-vocabulary: {missing}")
     tokens = read_json(file).get("tokens")
-    if not isinstance(tokens, list) or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
+    known = isinstance(tokens, list) and tokens and all(type(token) is int and token >= 0 for token in tokens)
+    if not known or len(set(tokens)) < len(tokens):
         raise UserError(f"{file} must hold {form}")
     return tokens
 

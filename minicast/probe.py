@@ -53,7 +53,7 @@ PREFIXES = (256, 1024, 4096, 16384, 65536)  # prefix lengths that costs are meas
 PAPER_PACKED, PAPER_PREFIX = (1, 16, 24, 32, 48, 64, 96, 128), 1024  # of the paper's probe (Table 5)
 PAPER_WARM_UPS, PAPER_REPEATS = 8, 30
 LEARNED = 128        # rounds a learned mass curve needs; until then every round is judged by its own masses
-SAVED_EVERY = 16     # rounds
+SAVED_EVERY = 4      # rounds: short answers, too, are learned from
 
 
 # Costs

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-INTERRUPTED = 130  # what shells report after Ctrl-C
+INTERRUPTED, TERMINATED = 130, 143  # what shells report after Ctrl-C, and after SIGTERM
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,6 +37,8 @@ class Parser(argparse.ArgumentParser):
         return self.prog if self.prog.endswith(".py") else self.prog.rpartition(".")[2]
 
     def error(self, message: str):
+        if message.endswith("expected one argument"):  # argparse takes a value that begins with - for a flag
+            message += ", written --flag=VALUE if it begins with -"
         self.exit(2, f"{self.name}: {' '.join(message.split())} (see {self.prog} --help)\n")
 
     def exit(self, status: int = 0, message: str | None = None):
@@ -145,17 +147,29 @@ def start(name: str) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which `timeout` and a machine that shuts down send: it ends all that Ctrl-C ends, and the program."""
+
+
+def _terminate(*_) -> None:
+    raise Terminated
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C is a KeyboardInterrupt in here, as it was before `start`."""
+    """Ctrl-C is a KeyboardInterrupt in here, as it was before `start`, and SIGTERM is one, too."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is _terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 # Streams

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from minicast.decode import Decoder, Output, Round
+from minicast.program import Terminated
 from model.errors import UserError
 from model.tokenizer import Tokenizer
 
@@ -31,9 +32,9 @@ class Screen:
     def write(self, text: str, style: str = PLAIN) -> None:
         if not text:
             return
+        self.line_open = not text.endswith("\n")  # first, for Ctrl-C may come once it is written
         self.stream.write(style + text + RESET if style and self.colours else text)
         self.stream.flush()
-        self.line_open = not text.endswith("\n")
 
     def end_line(self) -> None:
         if self.line_open:
@@ -62,7 +63,7 @@ class Answer:
     accepted: list[int] = field(default_factory=list)
     pieces: list[tuple[str, str]] = field(default_factory=list)
     stop_reason: str = "interrupted"
-    error: UserError | None = None
+    error: UserError | Terminated | None = None
     token_ids: list[int] = field(default_factory=list)
 
     @property
@@ -147,8 +148,8 @@ def show_answer(
                 for line, style in tree_lines(step, len(answer.accepted), tokenizer.token_text):
                     screen.write(line + "\n", style)
         answer.stop_reason = decoder.output.stop_reason
-    except KeyboardInterrupt:
-        answer.stop_reason = "interrupted"
+    except KeyboardInterrupt as stop:
+        answer.stop_reason, answer.error = "interrupted", stop if isinstance(stop, Terminated) else None
     except UserError as error:
         if not answer.token_ids:
             raise

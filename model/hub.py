@@ -12,7 +12,6 @@ Which head fits which target is a table, never a guess from a path. Nothing here
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,7 +150,7 @@ def local_directory(name: str) -> Path | None:
         return path
     if path.is_file():
         raise UsageError(f"{name} is a file: give the directory that holds it and its config.json")
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+    if not _may_be_hub_id(name):
         if "/" in name or os.sep in name or name.startswith(("~", ".")):
             raise UsageError(f"no such directory: {name}")
         raise UsageError(
@@ -159,6 +158,17 @@ def local_directory(name: str) -> Path | None:
             "a directory, or a hub id such as Qwen/Qwen3-8B"
         )
     return None
+
+
+def _may_be_hub_id(name: str) -> bool:
+    """Whether it is owner/name, as the hub spells them."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return name.isascii() and "/" in name
 
 
 def check_name(name: str, kind: str) -> None:
@@ -250,8 +260,8 @@ def download_failure(repo: str, error: Exception) -> str:
         return f"cannot store {repo} in {constants.HF_HUB_CACHE}: {error.strerror}; set HF_HOME elsewhere"
     reason = " ".join(str(error.__cause__ or error).split())
     return (
-        f"{repo} is not in the hub cache and cannot be downloaded ({reason}): check the network, "
-        "or give a directory"
+        f"{repo} is no directory here, is not in the hub cache and cannot be downloaded ({reason}): "
+        "check the name and the network"
     )
 
 

@@ -403,11 +403,11 @@ def test_an_error_costs_its_turn_alone(talk, models, monkeypatch):
 
 
 def test_messages_from_a_pipe(names, monkeypatch, capsys):
-    """A line is a message; only replies on stdout; bytes that are no text cost one turn; 0 at the end."""
+    """A line is a message; only replies on stdout; bytes that are no text cost one turn, and the status tells."""
     lines = "hello\n/stats\n".encode() + b"\xff\xfe\n" + "naïve".encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
     flags = ["--width", "5", "--max-new-tokens", "9"]
-    assert run.main(["--chat", "--model", names[0], "--draft-model", names[1], *flags]) == 0
+    assert run.main(["--chat", "--model", names[0], "--draft-model", names[1], *flags]) == 1
     captured = capsys.readouterr()
     assert "turns    1;" in captured.err
     tokenizer = load_tokenizer(names[0])
@@ -510,3 +510,22 @@ def test_commands_take_no_argument(talk):
     for name, extra in (("/reset", "all"), ("/stats", "3"), ("/quit", "now")):
         assert any(name in line and repr(extra) in line for line in lines)
     assert "there is no command /nope" in err and "there is no command /:" in err
+
+
+@pytest.mark.parametrize("flags, told", [(["--chat"], ""), (["-p", "hello"], "rounds")], ids=["chat", "answer"])
+def test_sigterm_ends_what_ctrl_c_stops(names, flags, told):
+    """An answer is shown as far as it came, with its figures; a chat does not wait for another message."""
+    options = ["--model", names[0], "--method", "ar", "--max-new-tokens", "900"]
+    process = subprocess.Popen(
+        [sys.executable, run.__file__, *flags, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    process.stdin.write(b"hello\n")
+    process.stdin.flush()
+    assert process.stdout.read(1)  # the answer has begun
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 143
+    shown, figures = process.stdout.read(), process.stderr.read().decode()
+    assert shown.endswith(b"\n") and told in figures and "Traceback" not in figures
+    process.stdin.close()

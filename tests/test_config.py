@@ -179,6 +179,7 @@ def test_yarn_stretches_a_context_that_config_left_short():
         ({"hidden_size": "32"}, "hidden_size must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1"),
+        ({"head_dim": 2**70}, "head_dim must be a whole number of at least 1 and below 2^31"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
         ({"attention_bias": "no"}, "attention_bias must be true or false"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),

@@ -240,7 +240,8 @@ def test_directories_files_and_what_is_neither(tmp_path, monkeypatch):
     (tmp_path / "weights.safetensors").write_bytes(b"")
     assert hub.resolve(tmp_path, "target") == tmp_path
     assert hub.resolve("org/name", "target") == Path("org/name")
-    for name in ("/no/such/place", "./nothing", "../nothing", "~/nothing-here", "~nobody-here/x", "a/b/c", "nothing/", ".x"):
+    for name in ("/no/such/place", "./nothing", "../nothing", "~/nothing-here", "~nobody-here/x", "a/b/c", "nothing/", ".x",
+                 "models/a--b", "模型/目录", "x/y.git", "x/y-", "x/llama-3.", "x/" + 97 * "a"):
         with pytest.raises(UserError, match="no such directory") as error:
             hub.resolve(name, "target")
         assert name in str(error.value) and "\n" not in str(error.value)

@@ -278,6 +278,12 @@ def test_mistakes_in_flags_are_one_line(main, argv, capsys):
     assert "UTF-8" in err if "--out" in argv else "usage:" not in err
 
 
+def test_a_value_that_begins_with_a_dash_is_told_how_to_write(capsys):
+    with pytest.raises(SystemExit):
+        run.main(["-p", "-hello"])
+    assert "written --flag=VALUE if it begins with -" in capsys.readouterr().err
+
+
 def test_parser_notes_what_was_changed():
     parser = Parser()
     parser.add_argument("--seed", type=int, default=0)

@@ -179,10 +179,10 @@ def test_draft_vocabulary_reaches_the_head(cli, spy, models):
         file.unlink()
     assert spy["decoder"].draft.vocabulary.tolist() == [4, 9, 200]
     assert cli("--draft-vocabulary", "0")[0] == 2
-    form, beyond = 'must hold {"tokens": [token ids', "holds ids beyond the target's vocabulary of 256"
+    form, beyond = 'must hold {"tokens": [different token ids', "holds ids beyond the target's vocabulary of 256"
     for damaged, told in (
         ('{"ids": [1]}', form), ('{"tokens": []}', form), ('{"tokens": ["a"]}', form), ('{"tokens": 7}', form),
-        ('{"tokens": [1, -1, 2]}', form), ('{"tokens": [1, 99999, 2]}', beyond),
+        ('{"tokens": [1, -1, 2]}', form), ('{"tokens": [5, 6, 5]}', form), ('{"tokens": [1, 99999, 2]}', beyond),
     ):
         file.write_text(damaged)
         status, _, err = cli("--draft-vocabulary", "3")
