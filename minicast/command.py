@@ -94,6 +94,7 @@ def note_idle_flags(program: str, arguments: argparse.Namespace, methods: Sequen
         idle[f"on {' and '.join(methods)}, only on cast"] = ["width", "widths", "rank_cap"]
     if not drafts:
         idle["where nothing is drafted"] = ["draft_model", "draft_vocabulary"]
+        idle["where nothing is drafted"] += ["verifier"] if arguments.temperature > 0 else []
     if getattr(arguments, "compare", False):
         idle["on --compare, which runs all methods"] = ["method"]
     for reason, names in idle.items():

@@ -182,8 +182,8 @@ class Decoder:
             check_pair(draft.config, target.config)
             if draft.block_size > MAX_ROWS or draft.dtype != target.dtype:
                 raise UsageError(
-                    f"a head of block size {draft.block_size} in {draft.dtype} does not go with this decoder: "
-                    f"at most {MAX_ROWS}, and the target's {target.dtype}"
+                    f"the head has block size {draft.block_size} and {draft.dtype}: give one of at most {MAX_ROWS}, "
+                    f"loaded in the target's {target.dtype}"
                 )
         self.target, self.draft, self.max_length = target, draft, max_length
         if compile and not cuda:

@@ -103,7 +103,8 @@ def model_flags(group, vocabulary: bool = True) -> None:
         group.add_argument("--draft-vocabulary", type=at_least(1), metavar="V",
                            help="the head scores only the V most frequent tokens: faster drafts, the same text")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"),
+                       help="auto: float32 on a CPU, bfloat16 on a GPU")
 
 
 def sampling_flags(group, seed: str) -> None:
@@ -113,7 +114,7 @@ def sampling_flags(group, seed: str) -> None:
     seeds = number("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63, int)
     group.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="default: 0, greedy")
     group.add_argument("--top-k", type=at_least(1), metavar="K", help="sample from the K likeliest; default: all")
-    group.add_argument("--top-p", type=top_p, metavar="P", help="and from as few as have mass P; default: 1")
+    group.add_argument("--top-p", type=top_p, metavar="P", help="and from the likeliest that hold mass P together; default: 1")
     group.add_argument("--seed", type=seeds, default=0, help=f"of samples{seed}; default: %(default)s")
     group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct",
                        help="for T > 0; what stochastic draws depends on the width, too")
@@ -122,7 +123,7 @@ def sampling_flags(group, seed: str) -> None:
 def compile_flags(group) -> None:
     """How layers run."""
     group.add_argument("--attention", choices=("sdpa", "static", "flex"),
-                       help="default: sdpa on a CPU, flex on a GPU")
+                       help="default: sdpa on a CPU, flex on a GPU; static, over the whole cache, is there to compare")
     either = group.add_mutually_exclusive_group()
     either.add_argument("--compile", action="store_true", default=None,
                         help="on a CPU: compile the layers; a minute at the first start, seconds later")

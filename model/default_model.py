@@ -102,7 +102,7 @@ def another_copy(file: Path) -> str:
     """What to do about a checkpoint's file that is damaged."""
     if file.is_relative_to(cache_directory()):
         return f"delete {file.parent}, and the next start builds it again"
-    return "download it again"
+    return "download it again, or run `git lfs pull` if it is a pointer"
 
 
 def is_complete(directory: Path) -> bool:

@@ -200,5 +200,4 @@ def _read_header(path: Path) -> list[Stored]:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return [Stored(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()]
     except (SafetensorError, OSError, ValueError) as error:
-        hint = f"{another_copy(path)}, or run `git lfs pull` if it is a pointer"
-        raise UserError(f"{path} is empty, damaged or incomplete ({error}): {hint}") from error
+        raise UserError(f"{path} is empty, damaged or incomplete ({error}): {another_copy(path)}") from error
