@@ -13,6 +13,7 @@ from minicast.program import INTERRUPTED, Parser, at_least, compile_flags, model
 
 METHODS = ("ar", "dflash", "cast")
 OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "rank_cap", "verifier")  # of the decoder
+ASKED = (*OPTIONS, "attention", "draft_vocabulary")  # told beside the figures
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -121,7 +122,9 @@ def run(arguments: argparse.Namespace) -> int:
     memory = peak_memory(placement.device)
     if arguments.json:
         where = {"weights": choice.source(), "placement": str(placement), "peak_memory_bytes": memory}
-        screen.write(json.dumps(answer.figures() | where) + "\n")
+        layer, asked = decoder.state.body.layer, {name: getattr(arguments, name) for name in ASKED}
+        asked["compiled"] = bool(layer and not layer.failed)
+        screen.write(json.dumps(answer.figures() | where | {"options": asked}) + "\n")
     else:
         last = [f"memory   {memory / 1e6:.0f} MB at peak", f"weights  {choice.source()}; {placement}"]
         print(*answer.lines(), *last, sep="\n", file=sys.stderr)

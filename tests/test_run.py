@@ -336,6 +336,9 @@ def test_json_is_one_object(cli, expected, models):
     assert [R - 1 for R in answer["round_lengths"]][:-1] == answer["accepted"][:-1]  # the last may be cut
     assert answer["method"] == "cast" and answer["stop_reason"] == "length" and models[0] in answer["weights"]
     assert answer["ms_per_token"] == pytest.approx(answer["decode_seconds"] * 1e3 / 40)
+    asked = {"seed": 3, "top_k": None, "temperature": 0.5, "attention": "static", "compiled": False}
+    out = cli("--raw", "--json", "--seed", "3", "--temperature", "0.5", "--attention", "static")[1]
+    assert asked.items() <= json.loads(out)["options"].items()
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
