@@ -108,7 +108,8 @@ class Answer:
             f"rounds   {len(output.round_lengths)} of {self.method}{width}",
             f"mean R   {mean(output.round_lengths):.2f} tokens committed a round, "
             f"{mean(accepted):.2f} of them accepted drafts and the others the target's own",
-            f"lengths  R = {', '.join(counts[:1])} rounds" + "".join(f", {count}" for count in counts[1:]),
+            f"lengths  R = {counts[0]} round{'s' * (not counts[0].endswith(' in 1'))}"
+            + "".join(f", {count}" for count in counts[1:]),
         ]
 
     def _widths(self) -> str:

@@ -519,7 +519,7 @@ def test_figures_of_an_answer():
     text = "\n".join(answer.lines())
     for words in (
         "10 tokens, 0.50 s, 20.0 tok/s", "7 tokens, 1.40 s, 5.0 tok/s, 200.0 ms a token",
-        "3 of cast (N = 15)", "2.00 tokens committed", "1.33 of them accepted", "R = 1 in 1 rounds, 2 in 1, 3 in 1",
+        "3 of cast (N = 15)", "2.00 tokens committed", "1.33 of them accepted", "R = 1 in 1 round, 2 in 1, 3 in 1",
         "stopped: eos",
     ):
         assert words in text
