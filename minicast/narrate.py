@@ -162,6 +162,8 @@ def round_lines(seen: Seen, step: Round, method: str, verifier: str, token_text:
     )
     R, text = len(step.token_ids), "".join(map(token_text, step.token_ids))
     ends = f"; the answer ends here: {step.stop_reason}" if step.stop_reason else ""
+    if beyond := len(seen.settled.path) - R:
+        ends += f", and {beyond} more that followed {'is' if beyond == 1 else 'are'} cut"
     yield from titled(
         "7 emit", "R tokens, the accepted ones and the target's own (paper, §2 Speculative decoding)",
         iter([(f"R = {R}, of which {step.accepted} were drafted: {text!r}{ends}", PLAIN)]),

@@ -198,6 +198,16 @@ def test_the_last_round_says_why_it_is_the_last(tell, models, names):
     assert err == f"run.py: the answer has {rounds} rounds: --explain-round {rounds + 1} is beyond its end\n"
 
 
+def test_what_the_last_round_had_beyond_the_end_is_told(tell, models):
+    for count in range(2, 30):
+        steps = list(Decoder(*models).stream(PROMPT, width=5, max_new_tokens=count))
+        beyond = len(steps[-1].path) - len(steps[-1].token_ids)
+        if beyond > 0:
+            break
+    told = tell(str(len(steps) - 1), "--max-new-tokens", str(count))[1]
+    assert f"the answer ends here: length, and {beyond} more that followed" in told
+
+
 def test_a_fault_in_the_round_is_an_error(tell, monkeypatch):
     """No number stands for a token that there is none of. The text before it, the prefill's token, is not lost."""
     from minicast import verify
