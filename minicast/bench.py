@@ -118,10 +118,10 @@ def warm_up(decoders: dict[Arm, Decoder], prompt_ids: Sequence[int], options: di
         measure(decoders[arm], arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
 
 
-def check_compiled(decoders: dict[Arm, Decoder], compile: bool | None) -> None:
+def check_compiled(decoders: dict[Arm, Decoder], compile: bool | None = None) -> None:
     """UserError where layers that should be compiled ran as they are written: their times are another measurement.
 
-    compile: as it was asked for, see `Decoder`
+    compile: as it was asked for, see `Decoder`; a decoder that finds no compiler has no layer that could have failed
     """
     for decoder in decoders.values():
         layer = decoder.state.body.layer
@@ -228,7 +228,6 @@ class Plan:
         seed: of samples (each repeat adds 1), the arms' order and the bootstrap
         options: of `Decoder.stream`, less those of the arm, the question and the repeat
         turn: see `race`
-        compile: see `Decoder`
     """
 
     questions: list[Question]
@@ -236,7 +235,6 @@ class Plan:
     seed: int
     options: dict
     turn: int | None = None
-    compile: bool | None = None
 
     def asked(self, index: int, repeat: int = 0) -> dict:
         """The options of a question's answers by all arms."""
@@ -256,7 +254,7 @@ def run_plan(decoders: dict[Arm, Decoder], plan: Plan, journal: Journal) -> None
                 bar.set_description(question.domain)
                 options, draw = plan.asked(index, repeat), random.Random(f"{plan.seed} {repeat} {index}")
                 outputs = race(decoders, question.prompt_ids, options, plan.turn, draw)
-                check_compiled(decoders, plan.compile)  # a shape that came up only now
+                check_compiled(decoders)  # a shape that came up only now
                 where = {"domain": question.domain, "prompt": index, "repeat": repeat}
                 journal.append(compared(first, outputs, question.prompt_ids, options, **where))
                 bar.update()
@@ -435,7 +433,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         note_no_effect("bench", sorted(arguments.changed & {"turn"}), "on one method alone")
     subject = Subject.of(arguments, placement, drafts)
     options["stop_ids"] = subject.stop_ids
-    plan = Plan(subject.questions, arguments.repeats, arguments.seed, options, arguments.turn, arguments.compile)
+    plan = Plan(subject.questions, arguments.repeats, arguments.seed, options, arguments.turn)
     settings = {
         "weights": subject.source,
         "draft_vocabulary": arguments.draft_vocabulary,
@@ -463,7 +461,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     check_lengths(subject.questions, target.context)
     decoders = decoders_of(arms, target, draft, arguments)
     warm_up(decoders, subject.questions[0].prompt_ids, plan.asked(0))
-    check_compiled(decoders, plan.compile)
+    check_compiled(decoders, arguments.compile)
     probes = []
     if arguments.probe_full:
         deployment = Deployment(decoders[arms[0]])

@@ -93,8 +93,8 @@ def note_idle_flags(program: str, arguments: argparse.Namespace, methods: Sequen
     if "cast" not in methods:
         idle[f"on {' and '.join(methods)}, only on cast"] = ["width", "widths", "rank_cap"]
     if not drafts:
-        idle["where nothing is drafted"] = ["draft_model", "draft_vocabulary"]
-        idle["where nothing is drafted"] += ["verifier"] if arguments.temperature > 0 else []
+        verifier = ["verifier"] if arguments.temperature > 0 else []  # else it is named above
+        idle["where nothing is drafted"] = ["draft_model", "draft_vocabulary", *verifier]
     if getattr(arguments, "compare", False):
         idle["on --compare, which runs all methods"] = ["method"]
     for reason, names in idle.items():
@@ -166,7 +166,8 @@ class Choice:
         if not drafts:
             return cls(target, None, pair)
         if draft is None and pair is None:
-            way_out = "name one with --draft-model (run.py --method ar needs none, but for --compare, --explain or --reprobe)"
+            needless = "run.py --method ar needs none, but for --compare, --explain or --reprobe"
+            way_out = f"name one with --draft-model ({needless})"
             raise UsageError(f"no draft head is known for {target}: {way_out}")
         if draft is not None:
             hub.check_name(draft, "draft")  # before the target is loaded

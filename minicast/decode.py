@@ -66,7 +66,7 @@ class Options:
 
     def __post_init__(self):
         N, K, ids, most = self.width, self.rank_cap, self.stop_ids, self.max_new_tokens
-        listed = isinstance(ids, Collection) and all(is_integer(token) and token >= 0 for token in ids)
+        listed = isinstance(ids, Collection) and not isinstance(ids, (str, bytes))
         chooses = is_policy(N) or N in ("auto", "round") or (is_integer(N) and N >= 0)
         rules = {  # a list of names, for what is no name need not be hashable
             "method": (callable(self.method) or self.method in [*METHODS], f"one of {', '.join(METHODS)}, or a function"),
@@ -74,7 +74,7 @@ class Options:
             "max_new_tokens": (is_integer(most) and most >= 0, "a whole number of at least 0"),
             "rank_cap": (K is None or (is_integer(K) and K >= 1), "at least 1, or none to keep all ranks"),
             "verifier": (self.verifier in ("direct", "stochastic"), "direct or stochastic"),
-            "stop_ids": (listed and not isinstance(ids, bytes), "a collection of token ids"),
+            "stop_ids": (listed and all(is_integer(each) and each >= 0 for each in ids), "a collection of token ids"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:

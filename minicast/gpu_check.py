@@ -449,12 +449,6 @@ INTERRUPTION = "interrupted, so figures are missing"
 ABOUT = "about"  # in the place of a stage: what was measured, where and how
 
 
-def placement() -> Placement:
-    """Where the large models run: on a GPU, or rehearsed on the CPU."""
-    cuda = torch.cuda.is_available()
-    return Placement(torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32)
-
-
 class Findings:
     """What has been found, by stage and name; on disk after every figure."""
 
@@ -497,7 +491,7 @@ def as_table(found: dict) -> str:
 
 def run_stage(stage: str, shape: str, findings: Findings) -> None:
     """Run one stage in this process. Its error is a finding, and so is what came out wrong."""
-    here = placement()
+    here = Placement.choose("auto", "auto")  # on a GPU, or rehearsed on the CPU
 
     def report(name: str, value: object) -> None:
         findings.add(stage, name, value)
@@ -560,7 +554,7 @@ def main(arguments: argparse.Namespace) -> int:
         findings.add(ABOUT, "remark", rehearsal)
     command = ["--gpu-check", "--shape", arguments.shape, "--out", str(out)]
     source = f"random ones of the shape {arguments.shape}, where nothing else is said: times count, texts mean nothing"
-    for name, value in environment(placement(), source, command, commit()).items():
+    for name, value in environment(Placement.choose("auto", "auto"), source, command, commit()).items():
         findings.add(ABOUT, name, value)
     for stage in STAGES:
         launch(stage, arguments.shape, findings)

@@ -114,7 +114,8 @@ def sampling_flags(group, seed: str) -> None:
     seeds = number("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63, int)
     group.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="default: 0, greedy")
     group.add_argument("--top-k", type=at_least(1), metavar="K", help="sample from the K likeliest; default: all")
-    group.add_argument("--top-p", type=top_p, metavar="P", help="and from the likeliest that hold mass P together; default: 1")
+    group.add_argument("--top-p", type=top_p, metavar="P",
+                       help="and from the likeliest that hold mass P together; default: 1")
     group.add_argument("--seed", type=seeds, default=0, help=f"of samples{seed}; default: %(default)s")
     group.add_argument("--verifier", choices=("direct", "stochastic"), default="direct",
                        help="for T > 0; what stochastic draws depends on the width, too")

@@ -101,15 +101,15 @@ class Answer:
         decode += f", {ms_per_token(output):.1f} ms a token; prompt to last token {output.wall_seconds:.2f} s"
         width = f" (N = {self._widths()})" if self.method == "cast" else ""
         accepted = self.accepted or [0]  # interrupted, the decoder may be a round ahead of what was shown
-        counts = [f"{R} in {rounds}" for R, rounds in sorted(Counter(output.round_lengths).items())]
+        (R, rounds), *others = sorted(Counter(output.round_lengths).items())
         return [
             prompt,
             f"{decode}; stopped: {self.stop_reason}",
             f"rounds   {len(output.round_lengths)} of {self.method}{width}",
             f"mean R   {mean(output.round_lengths):.2f} tokens committed a round, "
             f"{mean(accepted):.2f} of them accepted drafts and the others the target's own",
-            f"lengths  R = {counts[0]} round{'s' * (not counts[0].endswith(' in 1'))}"
-            + "".join(f", {count}" for count in counts[1:]),
+            ", ".join([f"lengths  R = {R} in {rounds} round{'s' if rounds > 1 else ''}",
+                       *(f"{R} in {rounds}" for R, rounds in others)]),
         ]
 
     def _widths(self) -> str:

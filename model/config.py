@@ -27,7 +27,7 @@ def _are_ids(value: object, _) -> bool:
 
 # What config.json must hold for a field of each type, and whether a value is that. true is no number.
 KINDS = {
-    int: ("a whole number of at least {} and below 2^31", lambda value, least: type(value) is int and least <= value < 2**31),
+    int: ("a whole number of at least {} and below 2^31", lambda n, least: type(n) is int and least <= n < 2**31),
     float: ("a positive number", lambda value, _: type(value) in (int, float) and 0 < value < float("inf")),
     bool: ("true or false", lambda value, _: type(value) is bool),
     list: ("a list", lambda value, _: type(value) is list),

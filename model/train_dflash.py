@@ -63,7 +63,6 @@ WARMUP, FLOOR = 0.03, 0.02  # of the budget; of the rate
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 VALIDATE_MINUTES, SAVE_MINUTES = 6.0, 2.0
 WIDTH = 15  # of the tree whose R is told
-CHECKPOINT = "checkpoint.pt"  # in the work directory
 OWN = "own-words"  # the domain of prompts that the target wrote
 
 
@@ -122,7 +121,7 @@ class Trainer:
 
     @property
     def checkpoint(self) -> Path:
-        return work_directory(self.out) / CHECKPOINT
+        return checkpoint_of(self.out)
 
     @property
     def weights(self) -> Path:
@@ -362,6 +361,10 @@ def work_directory(out: Path) -> Path:
     return out.with_name(out.name + ".training")
 
 
+def checkpoint_of(out: Path) -> Path:
+    return work_directory(out) / "checkpoint.pt"
+
+
 def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], list[Example]]:
     """The given prompts by domain, and the given responses."""
     prompts: dict[str, list[str]] = {}
@@ -396,7 +399,7 @@ def gather_answers(
         tokenizer = load_tokenizer(arguments.target)
     settings = {"target": arguments.target, "max_new_tokens": arguments.max_new_tokens}
     begun = {"init": arguments.init, "held_out": arguments.held_out}  # free without a checkpoint: answers stay
-    claim(work, settings | begun if (work / CHECKPOINT).exists() else settings, begun)
+    claim(work, settings | begun if checkpoint_of(arguments.out).exists() else settings, begun)
     if count := arguments.own_prompts:
         written = lambda done, total: bar(done / total, f"{done} of {total} prompts in the target's own words")
         own = own_prompts(target, tokenizer, count, work / f"{OWN}.prompts", written)
@@ -446,7 +449,7 @@ def unused_token(examples: list[Example], vocab_size: int) -> int:
 
 def check_free(out: Path) -> None:
     """UsageError where `out` holds a head, or a card, that is of no run which could go on."""
-    if (work_directory(out) / CHECKPOINT).exists():
+    if checkpoint_of(out).exists():
         return
     for name in ("model.safetensors", "config.json", "README.md"):
         if (out / name).exists():
@@ -485,8 +488,8 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
     head = LossHead.of(lm_head, {token for example in train for token in example.response})
     readings = ReadingCache(work_directory(arguments.out) / "readings", target, draft.taps, arguments.target)
     sampler = Sampler(train, readings)
-    run = arguments.out, arguments.minutes, arguments.rate, arguments.target
-    return Trainer(draft, target, head, sampler, held_out, *run)
+    budget = {"minutes": arguments.minutes, "rate": arguments.rate}
+    return Trainer(draft, target, head, sampler, held_out, arguments.out, **budget, name=arguments.target)
 
 
 def flags() -> argparse.ArgumentParser:

@@ -660,7 +660,7 @@ def test_a_policy_of_ones_own_may_ask_for_too_much(models):
             Decoder(*models).generate(prompt_of(5), width=FixedWidth(width), max_new_tokens=4)
 
 
-@pytest.mark.parametrize("stop_ids", [5, None, 2.0, "2", b"2", (7, -1), (-2,), ["2"], [2.0], [None], [[2]], [True]])
+@pytest.mark.parametrize("stop_ids", [5, None, 2.0, "2", "", b"2", b"", (7, -1), (-2,), ["2"], [2.0], [None], [[2]], [True]])
 def test_stop_ids_that_are_no_sequence_are_a_usage_error(models, stop_ids):
     """One id in place of a sequence fails only in the middle of the answer, in words about iteration."""
     decoder = Decoder(*models)
