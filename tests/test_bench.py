@@ -20,6 +20,7 @@ from minicast.decode import Decoder, Output
 from minicast.figures import Departure, Estimate, Record
 from minicast.policy_replay import Measured
 from minicast.prompts import MEAN, Prompt, Question
+from minicast.sampling import SamplingParams, gumbel_noise, shape_logits
 from minicast.subject import load_random_head
 from model import load_draft, load_target, load_tokenizer
 from model.errors import UsageError, UserError
@@ -260,7 +261,11 @@ def test_finds_the_first_departure(decoder):
         assert (departure.position, departure.expected, departure.got) == (6, answer[6], other[6])
         short = audit.first_departure(decoder.target, prompt, answer, answer[:6], options)
         assert short == replace(departure, got=None)
-        assert departure.gap > 0
+        scores = decoder.target.score(prompt + answer[:6])[0][-1:]
+        if options:  # what a token was drawn by is its noise too
+            scores = shape_logits(scores, SamplingParams(**options)) + gumbel_noise(5, torch.tensor([9]), 256)
+        best, second = scores[0].topk(2)[0].tolist()
+        assert scores.argmax() == answer[6] and departure.gap == pytest.approx(best - second, abs=1e-4)
     logits = decoder.target.score(prompt)[0][-1]
     first = audit.first_departure(decoder.target, prompt, [int(logits.argmax())], [0], {})
     assert first.gap == pytest.approx(float(logits.topk(2).values @ torch.tensor([1.0, -1.0])))
