@@ -165,6 +165,22 @@ def test_probe_measures_and_leaves_nothing_behind(target, draft, body):
     assert out.token_ids == autoregressive(target, prompt, 20).token_ids
 
 
+def test_what_is_timed_is_a_round_in_use(target, draft, monkeypatch):
+    """The drafter catches up with a round before it drafts; what is verified is random, not the pack of the proposal
+    before; and a larger tree never takes less, whatever noise says."""
+    passes, read, extend = Passes(Decoder(target, draft), 64), [], draft.extend
+    monkeypatch.setattr(draft, "extend", lambda *inputs: read.append(inputs[2].tolist()) or extend(*inputs))
+    with torch.no_grad():
+        passes.propose(3)
+        assert read == [[62, 63]] and passes.state.tokens[1] != passes.tokens[1]
+        passes.settle(16)
+    assert passes.state.tokens[1:16].tolist() == passes.tokens[1:16].tolist() and len(set(passes.tokens.tolist())) > 64
+    noise = {1: 5.0, DEPTH: 4.8, MAX_WIDTH: 5.2}
+    times = {("settle", 1): 20.0} | {("propose", N): ms for N, ms in noise.items()}
+    monkeypatch.setattr(probe, "interleaved", lambda *inputs, **protocol: Timings(times))
+    assert passes.costs([1]).propose_ms == (5.0, 5.0, 5.2)
+
+
 def test_full_probe(target, draft, table):
     """The paper's counts and repeats; the fit leaves n = 1 out; N* is the rule's on the pair's masses."""
     ship(draft)
