@@ -216,6 +216,20 @@ def test_probe_goes_on_only_while_the_rule_adds(target, draft, table):
     assert widest == {"steep": 16, "flat": 128, "step": 48}
 
 
+def test_a_best_width_at_the_end_of_what_was_measured_may_not_be_the_best():
+    """Beyond the last row count costs are guessed, and a guess that is too high would stop there."""
+    costs = Costs((1, 4, 8, 16), (10.0, 10.3, 10.7, 11.5), (4.0, 4.0))
+    for worthy, more in ((14, False), (15, True), (16, True)):
+        masses = [0.5] * worthy + [0.001] * (MAX_WIDTH - worthy)
+        assert stopping_width(masses, costs.model(), costs.draft_ms) == worthy
+        assert probe.wants_more(costs, masses, ()) == more
+
+
+def test_costs_are_those_of_the_middle_of_an_answer(target, draft):
+    deployment = Deployment(Decoder(target, draft))
+    assert [deployment.prefix_for(*sizes) for sizes in ((200, 112), (200, 114), (500, 12))] == [256, 512, 512]
+
+
 def test_nothing_is_probed_twice(target, draft, table):
     """Neither by this decoder, nor by the next, nor by another process: costs are on disk."""
     ship(draft)
@@ -489,7 +503,13 @@ def test_which_methods_get_which_policy(target, draft, table):
     assert table.asked == []
     policy = decoder._policy(Options(own, "auto"), 5, 9)
     assert isinstance(policy, FixedWidth) and policy.width > 0
-    assert isinstance(decoder._policy(Options("cast", "round"), 5, 9), RoundWidth)
+    young = decoder._policy(Options("cast", "round"), 5, 9)
+    assert isinstance(young, RoundWidth) and young.look and young.rate == 1 / FLAT[1]
+    ship(draft)
+    deployment = Deployment(decoder)
+    known = deployment.policy(Options("cast", "round"), False, 5, 9)
+    speeds = deployment.decision(deployment.costs_at(5, 9)).tokens_per_second
+    assert known.look is None and known.rate == max(speeds.values()) / 1e3 > 2 * young.rate
     ship(draft, [0.1] * MAX_WIDTH)
     table.ms = STEEP
     decoder = Decoder(target, draft, max_length=64)
@@ -520,3 +540,12 @@ def test_a_pair_that_was_recorded_to_pay_is_tried_again_sooner(target, draft, ta
     ship(draft, [0.9] * MAX_WIDTH, accepted=accepted)
     policy = Decoder(target, draft)._policy(Options("cast", "round"), 5, 9)
     assert policy.back_off.try_share == share
+
+
+def test_a_round_that_is_learned_from_is_charged_the_widest_proposal():
+    """All of its candidates are asked for, however few row counts were measured."""
+    costs = Costs((1, 16), (10.0, 12.0), (4.0, 5.0, 6.2), (1, 7, 127))
+    for learn, proposed in ((None, 15), (lambda masses, depths: None, MAX_WIDTH)):
+        policy = probe.policy_of("round", None, costs, (), back_off.BackOff(), learn)
+        assert policy.width == proposed and policy.draft_ms == costs.proposal_ms(proposed)
+        assert policy.times == costs.times((), proposed) and len(policy.times) == 16
