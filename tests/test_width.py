@@ -310,8 +310,14 @@ def mean_length(acceptance: float, depth: int = 7) -> float:
 
 
 def test_back_off_and_return():
-    """It pauses when the purse cannot pay, tries once after k tokens of AR; k doubles with each failure."""
+    """It pauses when the purse cannot pay, tries once after k tokens of AR; k doubles with each failure.
+
+    A try that only just pays is none: what was lost before the pause need not be earned back.
+    """
     k = ceil(1 / TRY_SHARE)
+    better = BackOff(purse=2.0)
+    assert play(better, 2 + k, committed=1) == ["draft"] * 2 + ["ar"] * k
+    assert "ar" not in play(better, 100, committed=2)
     poor = play(BackOff(purse=2.0), 2 + k + 1 + 2 * k + 1 + 4 * k, committed=1)
     assert poor == ["draft"] * 2 + ["ar"] * k + ["draft"] + ["ar"] * 2 * k + ["draft"] + ["ar"] * 4 * k
 
