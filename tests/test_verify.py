@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from minicast import theorem3
 from minicast.sampling import (
     ACCEPTANCE,
     PROPOSAL,
@@ -69,6 +70,7 @@ def random_packed(rng, nodes, max_depth, vocab_size, padding=0, root_parent=0):
     visible = torch.eye(n, dtype=torch.bool)
     for row in range(1, n - padding):
         visible[row] |= visible[parents[row]]
+    visible[n - padding :: 2, 0] = True  # some hang off the root, as what fills up a tree of fixed shape does
     log_mass = torch.tensor(log_mass, dtype=torch.float64)
     return Packed(torch.tensor(tokens), torch.tensor(parents), visible, log_mass)
 
@@ -560,3 +562,14 @@ def test_a_token_without_mass_is_not_accepted_for_want_of_another():
     """Its proposal is so small that the rest of it is 1 when rounded: nothing is left of mu, and it must wait all the same."""
     p, log_q = torch.tensor([[0.0, 1.0]]).double(), torch.tensor([[-80.0, 0.0]]).double()
     assert acceptance(p, log_q).tolist() == [[0.0, 1.0]]
+
+
+def test_without_mass_elsewhere_the_last_child_that_has_any_is_taken(monkeypatch):
+    """Rounding may reject all children of a row whose law lies on them: neither token 0 nor a child without mass will do."""
+    monkeypatch.setattr(theorem3, "acceptance", lambda p, log_q: torch.zeros_like(p))
+    log_p = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).log()
+    positions = torch.arange(1)
+    noise = gumbel_noise(0, positions, 4)
+    for log_q, expected in (([0.0, -40.0, -80.0], 2), ([-40.0, 0.0, -80.0], 1)):  # drawn in the order of these
+        children = Siblings(torch.tensor([[1, 2, 3]]), torch.tensor([log_q]))
+        assert stochastic_choices(log_p, children, 0, positions, noise).tolist() == [expected]
