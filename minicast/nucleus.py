@@ -8,6 +8,7 @@ that a CUDA graph can hold it. Used by `minicast.sampling.shape_logits`, where a
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def keep_top_k(shaped: Tensor, k: int, top_p: float) -> Tensor:
@@ -80,10 +81,16 @@ def keep_top_p(shaped: Tensor, top_p: float) -> Tensor:
     return _keep(shaped, keys < boundary, equal, (limit - before + each - 1) // each)
 
 
+_BLOCK = 128  # tokens counted side by side: CUDA sums up one long row step after step, many short ones at once
+
+
 def _keep(shaped: Tensor, above: Tensor, equal: Tensor, room: Tensor) -> Tensor:
     """Keeps what is above the threshold and, by lower id, the first `room` of what equals it.
 
     shaped: (rows, V); above, equal: (rows, V) bool; room: (rows, 1) int64. Returns (rows, V).
     """
-    keep = above | equal & (equal.cumsum(dim=1) <= room)
-    return torch.where(keep, shaped, -torch.inf)
+    blocks = pad(equal, (0, -equal.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    among = blocks.cumsum(dim=2, dtype=torch.int32)                      # (rows, blocks, _BLOCK)
+    before = among[:, :, -1].cumsum(dim=1) - among[:, :, -1]             # (rows, blocks)
+    first = (blocks & (among <= (room - before)[:, :, None])).flatten(1)[:, : equal.shape[1]]
+    return torch.where(above | first, shaped, -torch.inf)

@@ -501,7 +501,7 @@ def test_a_compiler_that_fails_at_a_layer_leaves_the_weights_packed():
 
     decoder = Decoder(target, draft, attention="sdpa")
     decoder.state.body.layer = CompiledLayer(backend=backend)
-    with pytest.warns(UserWarning, match="cannot compile"):
+    with pytest.warns(UserWarning, match="cannot compile, .*: RuntimeError: no such instruction$"):
         assert decoder.generate(prompt_of(5), width=3, max_new_tokens=8).token_ids == expected
     assert decoder.generate(prompt_of(5), width=3, max_new_tokens=8).token_ids == expected
     assert all(layer.packed for layer in target.layers.modules() if isinstance(layer, Linear))
