@@ -81,7 +81,8 @@ def keep_top_p(shaped: Tensor, top_p: float) -> Tensor:
     return _keep(shaped, keys < boundary, equal, (limit - before + each - 1) // each)
 
 
-_BLOCK = 128  # tokens counted side by side: CUDA sums up one long row step after step, many short ones at once
+# Places counted at a time. CUDA counts along one of several long rows step after step, and along short ones all at once.
+_BLOCK = 128
 
 
 def _keep(shaped: Tensor, above: Tensor, equal: Tensor, room: Tensor) -> Tensor:
@@ -89,8 +90,15 @@ def _keep(shaped: Tensor, above: Tensor, equal: Tensor, room: Tensor) -> Tensor:
 
     shaped: (rows, V); above, equal: (rows, V) bool; room: (rows, 1) int64. Returns (rows, V).
     """
-    blocks = pad(equal, (0, -equal.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
-    among = blocks.cumsum(dim=2, dtype=torch.int32)                      # (rows, blocks, _BLOCK)
-    before = among[:, :, -1].cumsum(dim=1) - among[:, :, -1]             # (rows, blocks)
-    first = (blocks & (among <= (room - before)[:, :, None])).flatten(1)[:, : equal.shape[1]]
-    return torch.where(above | first, shaped, -torch.inf)
+    keep = above | equal & (_count(equal) <= room)
+    return torch.where(keep, shaped, -torch.inf)
+
+
+def _count(marked: Tensor) -> Tensor:
+    """How many of a row are marked up to each place, (rows, V) bool -> (rows, V) of integers."""
+    rows, V = marked.shape
+    if rows == 1:
+        return marked.cumsum(dim=1)
+    blocks = pad(marked, (0, -V % _BLOCK)).unflatten(1, (-1, _BLOCK)).cumsum(dim=2, dtype=torch.int32)
+    before = blocks[:, :, -1].cumsum(dim=1, dtype=torch.int32) - blocks[:, :, -1]  # (rows, V / _BLOCK)
+    return (blocks + before[:, :, None]).flatten(1)[:, :V]
