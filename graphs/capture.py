@@ -104,7 +104,7 @@ class CompiledLayer:
         try:
             return compiled(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = str(error).split(" raised:\n", 1)[-1].strip().partition("\n")[0]  # a backend's own, less its name
             self.failed = True
             warnings.warn(f"cannot compile, so layers run uncompiled and slower: {reason}", stacklevel=3)
             return plain(*arguments)

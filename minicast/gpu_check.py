@@ -19,6 +19,7 @@ from minicast.program import Parser, start
 start(__name__)  # before anything slow is imported
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -53,6 +54,7 @@ from model.random_weights import SHAPES, random_pair
 from model.transformer import Target, dot_product_attention
 
 PROMPT = tuple(range(7, 29))
+OTHERS = ("llama3.1-8b", "qwen3-4b")  # shapes measured beside the one asked for
 
 # Largest error of attention over its largest output, for a prefix of 1,000. Rounding alone makes 3e-3 in bfloat16 and
 # some 5e-6 in float32; one slot missed or seen too much makes 2e-2 or more, and TF32 products in float32 5e-4.
@@ -110,6 +112,11 @@ class Check:
         buffer = torch.zeros(self.size(2**31, 2**22), dtype=torch.uint8, device=self.device)
         other = torch.empty_like(buffer)
         return 2 * buffer.numel() / self.milliseconds(partial(other.copy_, buffer)) * 1e3
+
+    def pair(self, name: str) -> tuple[Target, DraftHead]:
+        """Models of that shape with random weights."""
+        self.bytes_per_second  # measured before, for its buffers may not fit beside them
+        return random_pair(name, self.dtype, self.device)
 
     def require(self, what: str, holds: bool, figure: object = None) -> None:
         """Report a figure that has to be right, by default whether it is."""
@@ -246,7 +253,7 @@ def waits_once(decoder: Decoder, check: Check) -> bool | str:
 def latencies(check: Check) -> None:
     """The passes of a round after 1,024 positions, replayed, and an eager step beside them."""
     prefix = check.size(1024, 64)
-    pair = random_pair(check.name, check.dtype, check.device)
+    pair = check.pair(check.name)
     target, draft = pair
     decoder = check.decoder(pair, max_length=check.longest)
     passes = Passes(decoder, prefix, check.size(1536, 128))
@@ -294,7 +301,7 @@ def draft_alone(proposal: Proposal) -> Tree:
 def profile(check: Check) -> None:
     """Where a round's time goes: kernels of `propose` and `settle`, and the time between them."""
     prefix = check.size(1024, 64)
-    pair = random_pair(check.name, check.dtype, check.device)
+    pair = check.pair(check.name)
     decoder = check.decoder(pair, max_length=check.longest)
     passes = Passes(decoder, prefix, check.size(1536, 128))
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -324,7 +331,7 @@ def profile(check: Check) -> None:
 
 def more_latencies(check: Check) -> None:
     """Other row counts, a long prefix, other widths; then the other shapes."""
-    pair = random_pair(check.name, check.dtype, check.device)
+    pair = check.pair(check.name)
     target, draft = pair
     short, long = check.size(1024, 64), check.size(8192, 256)
     decoder = check.decoder(pair, max_length=check.longest)
@@ -342,17 +349,29 @@ def more_latencies(check: Check) -> None:
     ms = check.milliseconds(partial(passes.propose, 63))
     check.timed(f"draft and a tree of 63 after {long}", ms, propose_bytes(target, draft, long))
     del pair, target, draft, decoder, passes
-    for name in () if check.tiny else ("llama3.1-8b", "qwen3-4b"):
+    other_shapes(check, () if check.tiny else [name for name in OTHERS if name != check.name], short)
+
+
+def other_shapes(check: Check, names: Sequence[str], prefix: int) -> None:
+    """As far as they fit: a device that holds the shape it was asked for has passed."""
+    for name in names:
+        gc.collect()  # compiled code holds weights and caches of the pair before in cycles
         if check.device.type == "cuda":
             torch.cuda.empty_cache()
-        pair = random_pair(name, check.dtype, check.device)
-        passes = Passes(check.decoder(pair, max_length=check.longest), short, 1536)
-        for n in (64, 1):
-            ms = check.milliseconds(partial(passes.settle, n))
-            check.timed(f"{name}: verify {n} rows", ms, settle_bytes(pair[0], short))
-        ms = check.milliseconds(partial(passes.propose, 63))
-        check.timed(f"{name}: draft and a tree of 63", ms, propose_bytes(*pair, short))
-        del pair, passes
+        try:
+            other_shape(check, name, prefix)
+        except torch.OutOfMemoryError:
+            check.report(name, "skipped: it does not fit this device's memory")
+
+
+def other_shape(check: Check, name: str, prefix: int) -> None:
+    pair = check.pair(name)
+    passes = Passes(check.decoder(pair, max_length=check.longest), prefix, prefix + prefix // 2)
+    for n in (64, 1):
+        ms = check.milliseconds(partial(passes.settle, n))
+        check.timed(f"{name}: verify {n} rows", ms, settle_bytes(pair[0], prefix))
+    ms = check.milliseconds(partial(passes.propose, 63))
+    check.timed(f"{name}: draft and a tree of 63", ms, propose_bytes(*pair, prefix))
 
 
 def kernels(check: Check) -> None:
@@ -510,7 +529,8 @@ def run_stage(stage: str, shape: str, findings: Findings) -> None:
         report("stopped", INTERRUPTION)
         raise
     except BaseException as error:
-        report("failed", told(error, 500))
+        failure = told(error, 500)
+        report("failed", failure + "; try --shape qwen3-4b" * ("out of memory" in failure))
         raise
     finally:
         report("seconds", time.perf_counter() - started)

@@ -8,6 +8,7 @@ that a CUDA graph can hold it. Used by `minicast.sampling.shape_logits`, where a
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def keep_top_k(shaped: Tensor, k: int, top_p: float) -> Tensor:
@@ -80,10 +81,24 @@ def keep_top_p(shaped: Tensor, top_p: float) -> Tensor:
     return _keep(shaped, keys < boundary, equal, (limit - before + each - 1) // each)
 
 
+# Places counted at a time. CUDA counts along one of several long rows step after step, and along short ones all at once.
+_BLOCK = 128
+
+
 def _keep(shaped: Tensor, above: Tensor, equal: Tensor, room: Tensor) -> Tensor:
     """Keeps what is above the threshold and, by lower id, the first `room` of what equals it.
 
     shaped: (rows, V); above, equal: (rows, V) bool; room: (rows, 1) int64. Returns (rows, V).
     """
-    keep = above | equal & (equal.cumsum(dim=1) <= room)
+    keep = above | equal & (_count(equal) <= room)
     return torch.where(keep, shaped, -torch.inf)
+
+
+def _count(marked: Tensor) -> Tensor:
+    """How many of a row are marked up to each place, (rows, V) bool -> (rows, V) of integers."""
+    rows, V = marked.shape
+    if rows == 1:
+        return marked.cumsum(dim=1)
+    blocks = pad(marked, (0, -V % _BLOCK)).unflatten(1, (-1, _BLOCK)).cumsum(dim=2, dtype=torch.int32)
+    before = blocks[:, :, -1].cumsum(dim=1, dtype=torch.int32) - blocks[:, :, -1]  # (rows, V / _BLOCK)
+    return (blocks + before[:, :, None]).flatten(1)[:, :V]

@@ -9,6 +9,7 @@ recorded. Tokens are compared exactly in float32 with fixed seeds: no false alar
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs
 from graphs.masks import BODIES
@@ -19,8 +20,9 @@ from minicast.curve import MassCurve
 from minicast.decode import Options
 from minicast.methods import METHODS, capturable
 from minicast.probe import LEARNED, Costs, Deployment, Passes
-from minicast.round import BUCKETS, COMPILED_BUCKETS, Settled, pack, settle
+from minicast.round import BUCKETS, COMPILED_BUCKETS, Settled, pack, prefill, propose, settle
 from minicast.tree import candidate_pairs, device_tree, top_ranked
+from minicast.verify import target_choices
 from minicast.width import MAX_WIDTH
 from model.linear import Linear
 from model.transformer import Layer
@@ -343,6 +345,34 @@ def test_host_syncs_of_a_round(models, monkeypatch, width, reads):
         assert calls == reads
 
 
+class OneDevice(TorchDispatchMode):
+    """No operation may see or make a tensor elsewhere: on a GPU that is an error, or a copy that ends a capture."""
+
+    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
+        result = operation(*arguments, **(keywords or {}))
+        found = tree_leaves((arguments, keywords, result))
+        assert {each.device.type for each in found if isinstance(each, torch.Tensor)} <= {"meta"}, operation
+        return result
+
+
+@pytest.mark.parametrize("body, sampling", [
+    ("static", {}), ("flex", {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "verifier": "stochastic"}),
+])
+def test_a_round_stays_on_its_device(body, sampling):
+    """Elsewhere than on a CPU nothing may be made without saying where. Tensors without values show it on any machine."""
+    target, draft = tiny_target().to("meta"), tiny_draft().to("meta")
+    decoder = Decoder(target, draft, attention=body)
+    decoder.state.body.layer = AsWritten()
+    state, request, prompt = decoder.state, decoder.request(Options(**sampling), drafts=True), prompt_of(20)
+    decoder.reserve(40)
+    for model in (target, draft):  # computed on the CPU, and moved once
+        model.rotary(state.P, torch.float32)
+    with torch.no_grad(), OneDevice():
+        state.root.copy_(target_choices(prefill(state, prompt, request.tap), request.params, state.P))
+        propose(state, request, (), 31)
+        assert settle(state, request, 32).shape == (2 + 2 * (DEPTH + 1),)
+
+
 class AsWritten:
     """In the place of a `CompiledLayer`: rounds are padded for it, and nothing is compiled."""
 
@@ -501,7 +531,7 @@ def test_a_compiler_that_fails_at_a_layer_leaves_the_weights_packed():
 
     decoder = Decoder(target, draft, attention="sdpa")
     decoder.state.body.layer = CompiledLayer(backend=backend)
-    with pytest.warns(UserWarning, match="cannot compile"):
+    with pytest.warns(UserWarning, match="cannot compile, .*: RuntimeError: no such instruction$"):
         assert decoder.generate(prompt_of(5), width=3, max_new_tokens=8).token_ids == expected
     assert decoder.generate(prompt_of(5), width=3, max_new_tokens=8).token_ids == expected
     assert all(layer.packed for layer in target.layers.modules() if isinstance(layer, Linear))

@@ -146,6 +146,44 @@ def test_a_stage_that_dies_without_a_word_has_failed(tmp_path, monkeypatch):
     assert {stage: found[stage] for stage in STAGES} == dict.fromkeys(STAGES, {"failed": "exit status -11"})
 
 
+def test_other_shapes_are_measured_as_far_as_they_fit(monkeypatch):
+    """A card of 24 GB holds Qwen3-8B, its caches and graphs, but neither the buffers that bandwidth is measured with
+    beside them nor what the garbage collector has not yet found of the pair before."""
+    found, events = {}, []
+    check = gpu_check.Check("tiny", torch.device("cpu"), torch.float32, found.__setitem__)
+    monkeypatch.setattr(gpu_check.gc, "collect", lambda: events.append("collect"))
+
+    def make(name, *where):
+        events.append(name)
+        assert "bytes_per_second" in vars(check)
+        if name == "qwen3-4b":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB")
+        return random_pair(name, *where)
+
+    monkeypatch.setattr(gpu_check, "random_pair", make)
+    with torch.no_grad():
+        gpu_check.other_shapes(check, ["qwen3-4b", "tiny"], prefix=16)
+    assert events == ["collect", "qwen3-4b", "collect", "tiny"]
+    assert found.pop("qwen3-4b").startswith("skipped")
+    assert list(found) == ["tiny: verify 64 rows", "tiny: verify 1 rows", "tiny: draft and a tree of 63"]
+
+
+def test_a_shape_that_does_not_fit_names_one_that_may(tmp_path, monkeypatch):
+    """Also where a recording was under way, whose own complaint comes last."""
+
+    def stage(check):
+        """A stage."""
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        finally:
+            raise RuntimeError("error during capture")
+
+    monkeypatch.setitem(STAGES, "a", Stage(stage, 9))
+    with pytest.raises(RuntimeError):
+        run_stage("a", "tiny", Findings(tmp_path))
+    assert Findings(tmp_path).read()["a"]["failed"].endswith("; try --shape qwen3-4b")
+
+
 @pytest.mark.parametrize("ended", [KeyboardInterrupt, SystemExit])
 def test_an_interrupted_stage_does_not_look_finished(tmp_path, monkeypatch, ended):
     """Some of its figures are there, and the seconds that it took."""

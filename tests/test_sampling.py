@@ -137,6 +137,17 @@ def test_nucleus_of_exact_ties_ends_at_the_lower_ids():
         assert (shape_logits(logits, params)[0] > -torch.inf).nonzero()[:, 0].tolist() == kept
 
 
+def test_ties_far_apart_are_counted_together():
+    """In 16 bits a vocabulary has many equal logits. They are counted in blocks, of which the last may be short."""
+    rng = np.random.default_rng(5)
+    for vocab_size in (128, 300, 1000):
+        logits = torch.from_numpy(rng.integers(0, 2, (3, vocab_size))).float()
+        for top_k in (1, vocab_size // 4, vocab_size - 5):
+            shaped = shape_logits(logits, SamplingParams(1.0, top_k))
+            best = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+            assert torch.equal(shaped > -torch.inf, torch.zeros_like(logits).scatter(1, best, 1.0).bool())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extremes_are_finite_and_greedy(dtype):
     """Vanishing temperatures and nuclei, and huge logits, give the greedy token: no overflow, no 0 / 0, no
