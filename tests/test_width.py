@@ -498,6 +498,15 @@ def test_pace_compares_with_ar():
     assert pace.correction == pytest.approx(1.2 / 0.9)
 
 
+def test_pace_compares_with_the_last_few_by_their_median():
+    """One drafted round that was held up is no comparison, and what was long before is none either."""
+    pace = Pace()
+    for excess in (*[9.0] * 20, *[2.0] * (NEIGHBOURS - 1), 50.0):
+        pace.observe(True, excess)
+    pace.observe(False, 1.0), pace.observe(False, 1.0)
+    assert list(pace.ratios) == [2.0]
+
+
 def test_pace_compares_within_an_answer():
     """An answer that ends after the first of the two: what follows belongs to another minute, and AR is not stuck."""
     pace = Pace()
