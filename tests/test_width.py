@@ -651,6 +651,16 @@ def test_pauses_begin_short_again_after_a_good_stretch():
     assert back_off.purse == BANK and pause() == k
 
 
+def test_a_pair_that_pays_has_short_pauses_in_each_answer():
+    """Failures in a row are one text's: they do not make the next one's pauses longer."""
+    back_off, record = BackOff(), SimpleNamespace(recorded=2.3, promised=2.3, break_even=1.8)
+    for _ in range(3):
+        back_off.begin(record)
+        while back_off.drafting:
+            back_off.after_draft(1, 2.0)
+        assert back_off.ar_tokens_left == ceil(1 / RECORDED_TRY_SHARE)
+
+
 def test_pace_leaves_out_what_was_drafted_before_a_pause():
     """After it a single round is tried: those of another minute would outvote it."""
     pace = Pace()
