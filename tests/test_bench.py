@@ -54,10 +54,12 @@ def test_reads_prompts_of_every_form(tmp_path):
         "a", {"question": "b", "answer": "no"}, {"text": "c", "domain": "own"},
         {"problem": "d"}, {"turns": ["e", "later"]}, {"domain": "own", "prompt": "f"},
     ]
-    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8-sig")  # with the mark of some editors
+    file.write_text("\n\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8-sig")  # with the mark of some editors
     everything = [Prompt("own" if text in "cf" else "maths", text) for text in "abcdef"]
     assert prompts.read_prompts([file], None) == everything
     assert [prompt.text for prompt in prompts.read_prompts([file], 1)] == ["a", "c"]
+    file.write_text('"a\u2028b\x85c"\n"d"', encoding="utf-8")  # in JSON no ends of lines
+    assert [prompt.text for prompt in prompts.read_prompts([file], None)] == ["a\u2028b\x85c", "d"]
 
 
 def test_names_the_line_it_cannot_read(tmp_path):
@@ -1061,10 +1063,19 @@ def test_program_measures_random_weights(tmp_path, monkeypatch, capsys):
     assert report["probes"][0]["prefix"] == 40
     for wrong, word in (
         (["--prefix", "1024"], "--prefix"), (["--model", "smollm2"], "leave out --model"),
-        (["--model", ""], "leave out --model"),
+        (["--model", ""], "leave out --model"), (["--draft-vocabulary", "9"], "leave out --draft-vocabulary"),
+        (["--prefix", "9,1000", "--max-new-tokens", "5,25"], "prompt and answer of 1025 tokens exceed the 1024 of tiny"),
     ):
         capsys.readouterr()
         assert bench.main([*tiny, *wrong]) == 2 and word in capsys.readouterr().err
+    place = bench.Placement.choose("cpu", "float32")
+
+    def asked(*more):
+        return bench.Subject.of(bench.parse_arguments([*tiny, "--prefix", "1000", *more]), place, True).questions
+
+    longest = asked("--max-new-tokens", "24")  # they fill the context
+    assert longest[0].max_new_tokens == 24 and len(longest) == 4 and len({str(each) for each in longest}) == 4
+    assert asked("--max-new-tokens", "24") == longest != asked("--max-new-tokens", "24", "--seed", "1")
     with pytest.raises(SystemExit):
         bench.main(["--random-weights", "qwen9"])
     assert "qwen3-8b" in capsys.readouterr().err
@@ -1077,11 +1088,25 @@ def test_program_measures_a_random_head(flags, models, tmp_path):
     report, text = json.loads(out.read_text()), out.with_suffix(".md").read_text()
     assert "head has random weights" in text and "all texts are equal" in text
     assert report["environment"]["weights"].endswith(", whose weights are random")
+    assert bench.main([*flags, "--random-weights", "head", "--methods", "ar"]) == 0  # which needs none
     real, placement = load_draft(models[1]), bench.Placement.choose("cpu", "float32")
     target, random_head = load_random_head(Choice(*models, None), placement)
     assert random_head.config == real.config and random_head.directory is None
     assert not torch.equal(random_head.norm.weight, real.norm.weight)
     assert torch.equal(target.norm.weight, load_target(models[0]).norm.weight)
+
+
+def test_program_measures_a_restricted_head(flags, models, monkeypatch):
+    """Its report says so, and speeds are another head's."""
+    file, made = Path(models[1]) / "frequent_tokens.json", []
+    file.write_text('{"tokens": [9, 4, 200, 7]}')
+    decoders_of = bench.decoders_of
+    monkeypatch.setattr(bench, "decoders_of", lambda *given: made.append(decoders_of(*given)) or made[0])
+    try:
+        assert bench.main([*flags, "--draft-vocabulary", "3"]) == 0
+    finally:
+        file.unlink()
+    assert {tuple(decoder.draft.vocabulary.tolist()) for decoder in made[0].values()} == {(4, 9, 200)}
 
 
 def test_costs_are_told_for_every_prefix(models, tmp_path, monkeypatch):

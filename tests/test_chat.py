@@ -19,6 +19,7 @@ import run
 from graphs.masks import BODIES
 from minicast import Decoder, command, decode, round
 from minicast.chat import Chat, Conversation
+from minicast.program import Terminated
 from minicast.round import State, prefill, read_features
 from minicast.terminal import Screen
 from model import load_draft, load_target, load_tokenizer
@@ -283,6 +284,8 @@ def test_ctrl_c_at_the_prompt_leaves_the_second_time(talk):
     room, _, err, status = talk("hello", stop, "more", stop, stop, "never read")
     assert status == "interrupted" and len(room.answers) == 2 and err.count("Ctrl-C again") == 2
     assert talk("hello", stop, terminal=False)[3] == "interrupted"
+    room, _, err, status = talk("hello", Terminated(), "never read")  # nobody is there to press it again
+    assert status == "interrupted" and len(room.answers) == 1 and "Ctrl-C again" not in err
 
 
 def test_ctrl_c_stops_the_reply_and_keeps_what_was_shown(talk, models, tokenizer, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from graphs.masks import BODIES
 from minicast import Decoder, generate
 from minicast.back_off import BackOff
+from minicast.custom_method import check_tree
 from minicast.methods import best_first
 from minicast.policy import AutoWidth, FixedWidth
 from minicast.round import Settled, State, pack, prefill, read_features
@@ -80,7 +81,8 @@ def test_a_draft_vocabulary_bounds_what_is_proposed_and_changes_no_text(body, pa
 
 
 @pytest.mark.parametrize("words, change", [
-    ("depth", dict(depths=torch.tensor([1, 1]))), ("before its children", dict(parents=torch.tensor([1, -1]))),
+    ("depth", dict(depths=torch.tensor([1, 1]))), ("depth", dict(depths=torch.tensor([1, 3]))), ("before its children", dict(parents=torch.tensor([1, -1]))),
+    ("before its children", dict(parents=torch.tensor([-2, 0]))), ("vocabulary", dict(tokens=torch.tensor([-1, 5]))),
     ("vocabulary", dict(tokens=torch.tensor([5, VOCABULARY]))), ("lengths", dict(log_mass=torch.zeros(3))),
     ("same token", dict(tokens=torch.tensor([5, 5]), parents=torch.tensor([-1, -1]), depths=torch.tensor([1, 1]))),
     ("whole numbers", dict(parents=torch.tensor([-1.0, 0.0]))), ("whole numbers", dict(tokens=torch.tensor([True, False]))),
@@ -95,6 +97,10 @@ def test_a_tree_that_would_change_the_text_is_refused(words, change):
         decoder.generate(prompt_of(5), method=lambda proposal: replace(sound, **change), **options)
     with pytest.raises(UsageError, match="returns a Tree"):
         decoder.generate(prompt_of(5), method=lambda proposal: [5, 6], **options)
+    widest, wider = (tree_of([(5, node - 1) for node in range(nodes)]) for nodes in (127, 128))
+    check_tree(widest, VOCABULARY)
+    with pytest.raises(UsageError, match="it has 128 nodes, 127 at most can be packed"):
+        check_tree(wider, VOCABULARY)
 
 
 @pytest.fixture(scope="module")
