@@ -209,3 +209,6 @@ def test_a_round_is_charged_what_it_proposes_not_what_it_keeps(answers):
     dear = Costs((1, 4, 16), (10.0, 10.0, 10.0), (0.1, 500.0, 500.0), (1, 7, 127))
     curve = MassCurve([0.5 / rank for rank in range(1, 128)], [0.0] * 7, [], [])
     assert compare({"tiny": answers}, curve, dear).chosen["tiny"]["round"] < 0.8
+    steep = Costs((1, 16), (10.0, 1500.0), (0.1, 500.0, 500.0), (1, 7, 127))  # there it keeps nothing
+    tokens = sum(len(answer.needs["cast"]) for answer in answers)
+    assert compare({"tiny": answers}, curve, steep).chosen["tiny"]["round"] == pytest.approx(tokens * 10 / (tokens * 10 + 500))

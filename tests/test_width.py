@@ -574,6 +574,11 @@ def test_paying_width_against_all_widths():
         assert surplus(N) >= max(map(surplus, range(len(masses) + 1))) - 1e-9
 
 
+def test_a_node_that_just_pays_is_kept():
+    """As by Theorem 2: what is as good either way is verified."""
+    assert paying_width([0.5, 0.25], [10.0, 11.0, 11.5], draft_ms=0.0, rate=0.5) == 2
+
+
 def test_round_widths_pay_off_in_the_long_run():
     """Rounds of two kinds, sure and unsure: widths by the decoder's own throughput beat the best one width.
 
