@@ -398,7 +398,9 @@ RANGE = "masses and shares lie between 0 and 1"
     ("chain_accepted", [1.5] * DEPTH, RANGE), ("masses", "high", "could not convert string to float"),
     ("masses", [0.5] * 128, "it has 128 masses, and no tree is wider than 127"),
     ("accepted", [0.5], "it has 127 masses and 1 shares accepted"),
+    ("chain_accepted", [0.5], "it has 7 masses of the chain and 1 shares accepted"),
     ("chain_masses", [0.5], "it is of a block of 2, the head's is 8"), ("rounds", None, "of another kind"),
+    ("rounds", -1, "means of -1 rounds"), ("rounds", float("inf"), "infinity"), ("masses", [10**400], "too large"),
 ])
 def test_a_wrong_shipped_curve_is_named(target, draft, name, values, words):
     """One line with the file, what is wrong and a way out, not a width from nonsense."""
@@ -408,7 +410,7 @@ def test_a_wrong_shipped_curve_is_named(target, draft, name, values, words):
 
 
 def test_a_shipped_file_of_another_kind_is_named(target, draft):
-    for text in ("[]", "{", "7"):
+    for text in ("[]", "{", "7", "[" * 200_000):
         (draft.directory / "curve.json").write_text(text)
         with pytest.raises(UserError, match="curve.json.*delete it"):
             Deployment(Decoder(target, draft))
