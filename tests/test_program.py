@@ -240,6 +240,11 @@ def test_a_full_disk_is_one_line(capsys):
         with pytest.raises(OSError):
             file.close()
     assert capsys.readouterr().err.startswith("x: cannot write a file: No space left on device")
+    def broken():
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError):  # of no file and no stream: nobody could do anything with one line
+        guarded("x", broken)
     for error in (errno.EDQUOT, errno.EFBIG):
 
         def over(error=error):

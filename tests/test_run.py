@@ -527,6 +527,8 @@ def test_show_tree_lists_every_round(cli, expected):
     assert status == 0 and out.endswith(with_newline(expected[0]))
     assert all("N = 5, R = " in block for block in blocks)
     assert out.startswith("prefill: ") and [int(block.split(":")[0]) for block in blocks] == [*range(1, len(blocks) + 1)]
+    trees = out.removesuffix(with_newline(expected[0])).splitlines()  # the text comes once, after them
+    assert all(line.startswith(("prefill: ", "round ")) or line[:8].strip().startswith("0.") for line in trees)
     nodes = [line for line in out.splitlines() if line[:8].strip().startswith("0.") and line.endswith("'")]
     assert len(nodes) == 5 * len(blocks)
 
