@@ -328,6 +328,24 @@ def test_a_probe_between_two_turns_keeps_the_conversation(target, draft, body):
     assert short.token_ids == decoder.generate(prompt_of(5), width="auto", max_new_tokens=9).token_ids
 
 
+@pytest.mark.parametrize("body", ["sdpa", "static"])
+@pytest.mark.parametrize("above", [0, 1, 2, 3])
+def test_a_conversation_is_kept_where_no_slot_of_it_is_written(target, draft, body, above):
+    """The drafter catches up with two positions before the prefix that is probed at: one that reaches there is forgotten."""
+    decoder = Decoder(target, draft, attention=body, max_length=256)
+    decoder.generate(prompt_of(30), width=3, max_new_tokens=1)
+    state = decoder.state
+    assert state.prefix == 30
+    before = [cache.data[..., :30, :].clone() for cache in (state.target_cache, state.draft_cache)]
+    passes = Passes(decoder, 30 + above)
+    passes.propose(7), passes.settle(8)
+    passes.close()
+    assert state.prefix == (30 if above >= 2 else 0)
+    if state.prefix:
+        after = [cache.data[..., :30, :] for cache in (state.target_cache, state.draft_cache)]
+        assert all(map(torch.equal, before, after))
+
+
 def test_a_probe_between_two_rounds_keeps_the_answer(target, draft):
     """The pending root, too, which is in no cache."""
     expected = autoregressive(target, prompt_of(20), 12).token_ids
