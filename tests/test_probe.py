@@ -225,6 +225,16 @@ def test_probe_goes_on_only_while_the_rule_adds(target, draft, table):
     assert widest == {"steep": 16, "flat": 128, "step": 48}
 
 
+def test_probe_goes_on_where_the_best_width_is_the_last_one_measured(target, draft, table):
+    """Going by the slope so far no further row would pay; measured, further ones are free."""
+    ship(draft, [0.6] * 15 + [0.05] * 112)
+    table.ms = {n: 10 + min(n, 16) / 2 for n in range(1, 129)}
+    deployment = Deployment(Decoder(target, draft))
+    assert deployment.costs_at(20, 20).packed[-1] == 128
+    first = Costs((1, 4, 8, 16), (10.5, 12.0, 14.0, 18.0), (5.0, 5.0))
+    assert probe.decide_by(deployment.curve, first).drafted_width == 15
+
+
 def test_nothing_is_probed_twice(target, draft, table):
     """Neither by this decoder, nor by the next, nor by another process: costs are on disk."""
     ship(draft)
