@@ -140,6 +140,13 @@ def test_stdout_that_takes_nothing(flags, monkeypatch, capsys, tmp_path, task, s
         sys.stdout.flush()
 
 
+def test_what_was_printed_and_not_yet_written_counts_too(monkeypatch, capsys):
+    """A short table waits in a buffer until the program ends, which must not be a success."""
+    monkeypatch.setattr(sys, "stdout", full())
+    assert guarded("x", lambda: print("| a table |") or 0) == 1
+    assert capsys.readouterr().err == "x: cannot write to stdout: No space left on device\n"
+
+
 @pytest.mark.parametrize("stderr", [full, lambda: None], ids=["full", "closed"])
 @pytest.mark.parametrize("task", ONE, ids=str)
 def test_stderr_that_takes_nothing(flags, monkeypatch, capsys, tmp_path, task, stderr):

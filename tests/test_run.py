@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 import run
+from graphs import capture
 from graphs.masks import BODIES
 from minicast import bench, command, probe
 from minicast.command import Choice
@@ -214,6 +215,8 @@ def test_explain_and_reprobe(cli, monkeypatch):
     measure = probe.measure
     monkeypatch.setattr(probe, "measure", lambda *known: probed.append(0) or measure(*known))
     few = ("--raw", "--max-new-tokens", "4")
+    assert cli(*few)[0] == 0
+    probed.clear()
     status, text, err = cli(*few, "--reprobe")
     assert status == 0 and len(probed) == 1 and "costs on" not in err
     for flags in ((), ("--width", "round"), ("--method", "ar")):
@@ -357,6 +360,15 @@ def test_json_is_one_object(cli, expected, models):
     asked = {"seed": 3, "top_k": None, "temperature": 0.5, "attention": "static", "compiled": False}
     out = cli("--raw", "--json", "--seed", "3", "--temperature", "0.5", "--attention", "static")[1]
     assert asked.items() <= json.loads(out)["options"].items()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_json_tells_whether_layers_ran_compiled(cli, monkeypatch, works):
+    """Not whether that was asked for: times of the two are not to be compared."""
+    monkeypatch.setattr(capture.CompiledLayer, "_compile", lambda self, function, *_, **__: function)
+    monkeypatch.setattr(capture.CompiledLayer, "works", lambda self: works)
+    out = cli("--raw", "--json", "--max-new-tokens", "2", "--method", "ar", "--compile")[1]
+    assert json.loads(out)["options"]["compiled"] is works
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
@@ -710,6 +722,21 @@ def test_names_that_are_none_are_refused_before_loading(capsys, models, tmp_path
             assert run.main(["-p", "x", *flags]) == 2
             err = capsys.readouterr().err
             assert word in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("target", ["smollm2", None])
+def test_a_head_that_is_named_is_the_one_that_drafts(models, target):
+    """Whether or not the target has a known one, which is the default alone."""
+    assert Choice.of(target, models[1], torch.device("cpu"), drafts=True).draft == models[1]
+    assert Choice.of(target, None, torch.device("cpu"), drafts=True).draft == "smollm2"
+
+
+def test_the_mode_of_the_template_is_compared_with_the_heads(cli, spy, monkeypatch):
+    """See below."""
+    noted = []
+    monkeypatch.setattr(Choice, "note_thinking", lambda self, program, enabled: noted.append((program, enabled)))
+    cli(), cli("--enable-thinking")
+    assert noted == [("run.py", False), ("run.py", True)]
 
 
 @pytest.mark.parametrize("pair, enabled, words", [
