@@ -364,9 +364,12 @@ def test_json_is_one_object(cli, expected, models):
 
 @pytest.mark.parametrize("works", [True, False])
 def test_json_tells_whether_layers_ran_compiled(cli, monkeypatch, works):
-    """Not whether that was asked for: times of the two are not to be compared."""
-    monkeypatch.setattr(capture.CompiledLayer, "_compile", lambda self, function, *_, **__: function)
-    monkeypatch.setattr(capture.CompiledLayer, "works", lambda self: works)
+    """Not whether that was asked for: times of the two are not to be compared. A shape may fail where another works."""
+    def fails(*_):
+        raise torch._dynamo.exc.TorchDynamoException("no such kernel")
+
+    monkeypatch.setattr(capture.CompiledLayer, "_compile", lambda self, function, *_, **__: function if works else fails)
+    monkeypatch.setattr(capture.CompiledLayer, "works", lambda self: True)
     out = cli("--raw", "--json", "--max-new-tokens", "2", "--method", "ar", "--compile")[1]
     assert json.loads(out)["options"]["compiled"] is works
 
