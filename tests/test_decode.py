@@ -81,7 +81,8 @@ def test_a_draft_vocabulary_bounds_what_is_proposed_and_changes_no_text(body, pa
 
 
 @pytest.mark.parametrize("words, change", [
-    ("depth", dict(depths=torch.tensor([1, 1]))), ("depth", dict(depths=torch.tensor([1, 3]))), ("before its children", dict(parents=torch.tensor([1, -1]))),
+    ("depth", dict(depths=torch.tensor([1, 1]))), ("depth", dict(depths=torch.tensor([1, 3]))),
+    ("before its children", dict(parents=torch.tensor([1, -1]))),
     ("before its children", dict(parents=torch.tensor([-2, 0]))), ("vocabulary", dict(tokens=torch.tensor([-1, 5]))),
     ("vocabulary", dict(tokens=torch.tensor([5, VOCABULARY]))), ("lengths", dict(log_mass=torch.zeros(3))),
     ("same token", dict(tokens=torch.tensor([5, 5]), parents=torch.tensor([-1, -1]), depths=torch.tensor([1, 1]))),

@@ -279,7 +279,8 @@ def test_the_table_has_the_replayed_length_and_beside_it_the_promised_one(answer
 ], ids=str)
 def test_corrections_by_hand(answer, events, shares):
     """Token k has rank k + 1 everywhere, of 32 that are recorded: ranks at the ends of their groups, and beyond them."""
-    ranked = torch.arange(32).repeat(len(answer) - 1, 2, 1), torch.arange(32.0).neg().log_softmax(0).repeat(len(answer) - 1, 2, 1)
+    ranks = torch.arange(32), torch.arange(32.0).neg().log_softmax(0)
+    ranked = [values.repeat(len(answer) - 1, 2, 1) for values in ranks]
     found = replay.corrections([Replayable.of(Recording("", answer, Drafts(*ranked), Drafts(*ranked)))])
     assert found.events == events
     assert {name: share for name, share in found.shares.items() if share} == shares
