@@ -43,21 +43,26 @@ class MassCurve:
     @classmethod
     def read(cls, path: Path, depth: int) -> "MassCurve":
         """From a JSON object with these names; it may lack what was accepted. ValueError if it is none."""
-        values = json.loads(path.read_text(encoding="utf-8"))
         try:
-            values = {"accepted": [], "chain_accepted": []} | values
+            values = {"accepted": [], "chain_accepted": []} | json.loads(path.read_text(encoding="utf-8"))
             names = ("masses", "chain_masses", "accepted", "chain_accepted")
             curve = cls(*([float(share) for share in values[name]] for name in names))
             curve.rounds = int(values["rounds"])
             curve.target, curve.draft, curve.rank_cap = (values.get(name) for name in PROVENANCE)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{error} is missing or of another kind") from error
+        except (OverflowError, RecursionError) as error:  # a number beyond all, or lists in lists without end
+            raise ValueError(str(error)) from error
+        if curve.rounds < 0:
+            raise ValueError(f"means of {curve.rounds} rounds are none")
         if len(curve.masses) > MAX_WIDTH:
             raise ValueError(f"it has {len(curve.masses)} masses, and no tree is wider than {MAX_WIDTH}")
         if len(curve.chain_masses) != depth:
             raise ValueError(f"it is of a block of {len(curve.chain_masses) + 1}, the head's is {depth + 1}")
         if curve.accepted and len(curve.accepted) != len(curve.masses):
             raise ValueError(f"it has {len(curve.masses)} masses and {len(curve.accepted)} shares accepted")
+        if curve.chain_accepted and len(curve.chain_accepted) != depth:
+            raise ValueError(f"it has {depth} masses of the chain and {len(curve.chain_accepted)} shares accepted")
         shares = curve.masses + curve.chain_masses + curve.accepted + curve.chain_accepted
         if not all(0 <= share <= 1 for share in shares):
             raise ValueError("masses and shares lie between 0 and 1")

@@ -3,8 +3,11 @@
 Clocks are replaced by counters where times matter, so nothing here depends on the machine's speed.
 """
 
+import io
 import json
 import random
+import shutil
+import subprocess
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 from graphs import capture
-from minicast import audit, bench, decode, figures, machine, probe, prompts, round
+from minicast import audit, bench, decode, figures, machine, probe, prompts, report, round
 from minicast.bench import Arm, Journal, Plan
 from minicast.command import Choice
 from minicast.decode import Decoder, Output
@@ -52,10 +55,12 @@ def test_reads_prompts_of_every_form(tmp_path):
         "a", {"question": "b", "answer": "no"}, {"text": "c", "domain": "own"},
         {"problem": "d"}, {"turns": ["e", "later"]}, {"domain": "own", "prompt": "f"},
     ]
-    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8-sig")  # with the mark of some editors
+    file.write_text("\n\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8-sig")  # with the mark of some editors
     everything = [Prompt("own" if text in "cf" else "maths", text) for text in "abcdef"]
     assert prompts.read_prompts([file], None) == everything
     assert [prompt.text for prompt in prompts.read_prompts([file], 1)] == ["a", "c"]
+    file.write_text('"a\u2028b\x85c"\n"d"', encoding="utf-8")  # in JSON no ends of lines
+    assert [prompt.text for prompt in prompts.read_prompts([file], None)] == ["a\u2028b\x85c", "d"]
 
 
 def test_names_the_line_it_cannot_read(tmp_path):
@@ -210,6 +215,29 @@ def test_floor_counts_the_weights_as_they_are_held(decoder):
     assert floor.ms_in_32_bits == pytest.approx(floor.ms * 4 * weights / floor.weight_bytes)
 
 
+def test_the_floor_is_the_fastest_read_of_as_many_bytes(decoder, monkeypatch):
+    """A slow read was disturbed; a smaller or a larger buffer would be another bandwidth."""
+    read, seconds = [], iter([4.0, 2.0, 8.0])
+    monkeypatch.setattr(machine, "timed", lambda run, device: read.append(run.__self__.nbytes) or next(seconds))
+    floor = machine.measure_floor(decoder.target, reads=3)
+    assert floor.bytes_per_second == floor.weight_bytes / 2 and set(read) == {floor.weight_bytes // 8 * 8}
+
+
+def test_the_processor_is_named(monkeypatch):
+    """By the line of its model; where there is no such file, or no such line, as Python has it."""
+    found = {"model": "processor : 0\nmodel name\t: A: B\n", "none": "processor : 0\n"}
+    for kind, name in (("model", "A: B"), ("none", "P"), ("absent", "P")):
+
+        def opened(*_, **__):
+            if kind not in found:
+                raise FileNotFoundError
+            return io.StringIO(found[kind])
+
+        monkeypatch.setattr(machine, "open", opened, raising=False)
+        monkeypatch.setattr(machine.platform, "processor", lambda: "P")
+        assert machine.processor() == name
+
+
 @pytest.fixture
 def ticking(monkeypatch):
     """A clock that is one second on at each reading."""
@@ -226,7 +254,7 @@ def test_share_counts_models_once_and_leaves_them_as_they_were(decoder, ticking)
     # LM head twice; the draft head once, and once more to read new features, which before the first round the
     # prefill has done.
     assert share.target == 3 * rounds and share.head == 2 * rounds - 1
-    assert 0 < share.outside < 1
+    assert 0 < share.outside < 1 and machine.Share(target=2.0, head=1.0, total=4.0).outside == 0.25
     assert [set(vars(model)) for model in (decoder.target, decoder.draft)] == before
     alone = machine.measure_share(Decoder(decoder.target), [1, 2, 3], method="ar", max_new_tokens=12)
     assert alone.head == 0 and alone.target == 2 * 11
@@ -243,8 +271,11 @@ def test_share_counts_a_restricted_head_as_the_drafters(models, ticking):
     assert "forward" not in vars(draft.vocabulary_head)
 
 
-def test_tree_builder_is_timed():
-    assert 0 < machine.measure_tree_builder(builds=3) < 1000
+def test_tree_builder_is_timed(ticking, monkeypatch):
+    """Of the widest tree, in milliseconds."""
+    widths, build = [], machine.ranked_tree
+    monkeypatch.setattr(machine, "ranked_tree", lambda *lists: widths.append(build(*lists).width))
+    assert machine.measure_tree_builder(builds=3) == 1000 and widths == [127] * 3
 
 
 # Tokens
@@ -425,6 +456,8 @@ def test_figures_from_known_times():
     assert row.wall_speedup == 1.6 and row.break_even == 2000 / (8000 / 3)
     mean = rows[MEAN, "cast N=7"]
     assert mean.speedup == (4 + 2) / 2 and mean.gain == 1 and mean.ms_per_token is None
+    assert mean.R == 3 and mean.break_even == pytest.approx((0.75 + 1.5) / 2)
+    assert mean.wall_speedup == pytest.approx((1.6 + 88 / 48) / 2)
     assert rows["a", "ar"].speedup is rows["a", "ar"].gain is rows["a", "dflash"].gain is None
     assert rows["a", "dflash"].speedup == 2
     assert row.R_difference.mean == 3 - 1.5 and rows["a", "ar"].R_difference is None
@@ -533,6 +566,8 @@ def test_seeds_have_a_mean_and_a_range():
         assert (found.mean, found.low, found.high) == pytest.approx(((low + high) / 2, low, high))
     spread = rows["a", "cast N=3"].repeat_speedup
     assert (spread.low, spread.high) == pytest.approx((4 * pooled, 6 * pooled))
+    spread = rows[MEAN, "cast N=3"].repeat_speedup
+    assert (spread.low, spread.high) == pytest.approx((3 * pooled, 8 * pooled))
     assert rows["a", "dflash"].repeat_gain is rows["a", "ar"].repeat_speedup is None
     table = list(figures.repeat_table(list(rows.values()), "seeds"))
     assert "gain over DFlash, range over seeds" in table[0] and len(table) == 2 + 6 + 1
@@ -602,11 +637,11 @@ def test_prediction_beside_the_sweep():
     for domain, (ar, dflash, three, seven, auto) in times.items():
         fixed = {"ar": ar, "dflash": dflash, "cast N=3": three, "cast N=7": seven, "cast N=round": 1.0}
         records += [a_record(arm, domain, seconds=seconds) for arm, seconds in fixed.items()]
-        records += [adaptive("cast N=auto", domain, auto, [7, 7, 0] if domain == "a" else [0, 0, 0])]
+        records += [adaptive("cast N=auto", domain, auto, [7, 7, 15, 0] if domain == "a" else [0, 0, 0])]
     rows = figures.summarise(records, seed=0)
     predictions = figures.predictions(records, rows, 0)
     found = {each.domain: each for each in predictions if each.arm == "cast N=auto"}
-    assert (found["a"].width, found["a"].oracle, found["a"].drafted) == (7, "cast N=7", 2 / 3)
+    assert (found["a"].width, found["a"].oracle, found["a"].drafted) == (7, "cast N=7", 3 / 4)
     assert found["a"].gap.mean == pytest.approx(100 * (8 / 4 - 8 / 5))
     assert found["a"].gain_gap == pytest.approx(100 * (2 / 4 - 2 / 5))
     assert (found["b"].width, found["b"].oracle, found["b"].gap.mean) == (0, "ar", 0)
@@ -670,6 +705,129 @@ def test_figures_without_rounds_or_references():
     assert [line.split()[0] for line in lines] == ["method", "cast", "ar"]
 
 
+def cells(lines, place=0):
+    """A row of a table, by head."""
+    heads, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line]
+    return dict(zip(heads, rows[place], strict=True))
+
+
+def test_every_figure_stands_under_its_own_head():
+    """Each field of a row has a number of its own, so that no column can hold another's."""
+    def estimate(value):
+        return Estimate(value, value - 0.5, value + 0.5)
+
+    row = figures.Row(
+        "d", "cast N=7", R=1, ms_per_token=2, wall_ms_per_token=3, round_ms=4, break_even=5, speedup=6, wall_speedup=7,
+        prompt_speedup=estimate(8), wall_prompt_speedup=estimate(9), gain=10, prompt_gain=estimate(11),
+        repeat_speedup=figures.Spread(12, 11.5, 12.5), repeat_gain=figures.Spread(13, 12.5, 13.5),
+        R_difference=estimate(14),
+    )
+    assert cells(figures.table([row])) == {
+        "domain": "d", "method": "cast N=7", "ms/token": "2.00", "wall ms/token": "3.00", "R": "1.00",
+        "break-even R": "5.00", "speedup over AR, pooled": "6.00",
+        "speedup over AR, mean of prompts": "8.00 [7.50, 8.50]", "by wall time, pooled": "7.00",
+        "by wall time, mean of prompts": "9.00 [8.50, 9.50]", "gain over DFlash, pooled": "10.00",
+        "gain over DFlash, mean of prompts": "11.00 [10.50, 11.50]",
+        "R - R of DFlash, mean of prompts": "14.00 [13.50, 14.50]",
+    }
+    assert cells(figures.repeat_table([row], "seeds")) == {
+        "domain": "d", "method": "cast N=7",
+        "speedup over AR, pooled, mean of seeds": "12.00", "speedup over AR, range over seeds": "11.50 to 12.50",
+        "gain over DFlash, pooled, mean of seeds": "13.00", "gain over DFlash, range over seeds": "12.50 to 13.50",
+    }
+    chain = figures.Row("d", "dflash", R=21, ms_per_token=22)
+    assert cells(figures.shape_table([chain, row], depth=7)) == {
+        "domain": "d", "8 packed rows": "cast N=7", "R of DFlash": "21.00", "R": "1.00", "ms/token of DFlash": "22.00",
+        "ms/token": "2.00", "shape gain, pooled": "10.00", "shape gain, mean of prompts": "11.00 [10.50, 11.50]",
+    }
+    prediction = figures.Prediction("d", "cast N=auto", 7, 0.25, 1, "cast N=3", 2, estimate(3), 4)
+    assert cells(figures.prediction_table([prediction])) == {
+        "domain": "d", "method": "cast N=auto", "predicted N": "7", "rounds drafted": "25%",
+        "speedup over AR, mean of prompts": "1.00", "oracle": "cast N=3", "its speedup, mean of prompts": "2.00",
+        "gap, points": "3.00 [2.50, 3.50]", "gap in gain over DFlash": "4.00",
+    }
+
+
+def test_a_comparison_has_each_methods_own_figures():
+    """Of --compare, for people and as JSON: speedups over the first, R of the method's own rounds, what became of texts."""
+    first, equal, other, departed = (
+        a_record(arm, rounds=rounds, seconds=seconds)
+        for arm, rounds, seconds in (("ar", 3, 8.0), ("dflash", 2, 4.0), ("cast N=3", 1, 16.0), ("cast N=7", 1, 2.0))
+    )
+    other.output.token_ids[-1] = 9
+    departed = replace(departed, departure=Departure(3, 1, 2, 0.5))
+    records = [first, equal, other, departed]
+    expected = [("ar", 2000, 1, 1), ("dflash", 1000, 1.5, 2), ("cast N=3", 4000, 3, 0.5), ("cast N=7", 500, 3, 4)]
+    names = ("arm", "ms_per_token", "mean_committed_per_round", "speedup")
+    assert [tuple(each[name] for name in names) for each in figures.comparison(records)] == expected
+    verdicts = ["equal", "equal", "not comparable", "token 3 is 2, not 1; the top-two gap there is 0.5"]
+    head, *lines = figures.comparison_lines(records)
+    assert head.split() == ["method", "tokens", "ms/token", "R", "speedup", "tokens", "against", "ar's"]
+    assert [line.split("  ", 1)[0].strip() for line in lines] == [record.arm for record in records]
+    for line, (arm, ms, R, speedup), verdict in zip(lines, expected, verdicts, strict=True):
+        assert line[12:].split(maxsplit=4) == ["4", f"{ms:.2f}", f"{R:.2f}", f"{speedup:.2f}", verdict]
+    assert figures.located(replace(departed, domain="math", prompt=4, repeat=1)) == f"cast N=7, math prompt 4: {verdicts[3]}"
+
+
+# The report
+
+def a_report(records, **changes) -> report.Report:
+    settings = {
+        "options": {"temperature": 0.0}, "arms": ["ar", "dflash", "cast N=7"], "prefix": [], "turn": None, "repeats": 1,
+    }
+    values = dict.fromkeys(("remark", "audit")) | {
+        "depth": 7, "settings": settings, "environment": {"hardware": "H"}, "ar_over_floor": 1.25,
+        "floor": machine.Floor(weight_bytes=2_000_000_000, weights=1_500_000_000, bytes_per_second=4e10),
+        "outside_share": {"ar": 0.125}, "tree_builder_ms": 0.5, "rows": figures.summarise(records, 0),
+        "predictions": [], "costs": {}, "buckets": (), "probes": [], "records": records, "failures": [],
+    }
+    return report.Report(**values | changes)
+
+
+def test_a_report_tells_the_figures_that_were_found():
+    """Each with its own unit: what a reader compares with another machine."""
+    records = []
+    for prompt, lengths in enumerate([(5, 9), (7, 12)]):
+        records += [a_record("ar", prompt=prompt), a_record("dflash", prompt=prompt, tokens=lengths[0])]
+        records += [a_record("cast N=7", prompt=prompt, tokens=lengths[1])]
+    records[0] = replace(records[0], prompt_tokens=3)
+    records[4] = replace(records[4], departure=Departure(1, 2, 3, 0.25))
+    found = a_report(records)
+    lines = found.to_markdown().splitlines()
+    for line in (
+        "- prompts of 3 to 5 tokens", "- 1 texts differ: 4 answers compared, token by token, with those of ar",
+        "- dflash, d prompt 1: token 1 is 3, not 2; the top-two gap there is 0.25",
+        "- streaming floor 50.0 ms a token: 2000 MB of weights at 40.0 GB/s (150.0 ms if held in 32 bits)",
+        "- AR step over the floor: 1.25", "- ar: 12.5% of a round is spent outside the models", "- hardware: H",
+        "- best-first tree, 127 nodes, depth 15, 8 ranks: 0.500 ms without ranking",
+        "- R of cast N=7 less R of dflash, over all prompts: 1.50 [1.33, 1.67], an interval that lies above 0",
+    ):
+        assert line in lines
+    assert json.loads(found.to_json())["floor"] == {
+        "weight_bytes": 2_000_000_000, "weights": 1_500_000_000, "bytes_per_second": 4e10, "ms": 50.0, "ms_in_32_bits": 150.0,
+    }
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_a_report_names_its_commit(tmp_path, monkeypatch):
+    """Marked where the code differs from it; results, which the bench itself writes, are no code. Without git: unknown."""
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "minicast" / "report.py"))
+    files = [tmp_path / "minicast" / "report.py", tmp_path / "results" / "a.md"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("old")
+    assert report.commit() == "unknown"
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    commit = report.commit()
+    assert len(commit) == 12 and set(commit) <= set("0123456789abcdef")
+    files[1].write_text("new")
+    assert report.commit() == commit
+    files[0].write_text("new")
+    assert report.commit() == f"{commit} with changes"
+
+
 # The command line
 
 @pytest.fixture
@@ -682,11 +840,16 @@ def flags(models, tmp_path):
     return ["--model", models[0], "--draft-model", models[1], "--prompts", *files, *small]
 
 
-def test_program_writes_table_and_json(flags, tmp_path, capsys):
-    out = tmp_path / "results" / "tiny.json"
+def test_program_writes_table_and_json(flags, tmp_path, monkeypatch, capsys):
+    out, floors, measure_floor = tmp_path / "results" / "tiny.json", [], bench.measure_floor
+    monkeypatch.setattr(bench, "measure_floor", lambda target: floors.append(measure_floor(target)) or floors[-1])
     assert bench.main([*flags, "--width", "5", "--out", str(out), "--repeats", "2"]) == 0
     report = json.loads(out.read_text())
     assert len(report["records"]) == 2 * 3 * 2 and report["failures"] == []
+    ar = [record["output"] for record in report["records"] if record["arm"] == "ar"]
+    step_ms = 1e3 * sum(output["decode_seconds"] for output in ar) / sum(output["rounds"] for output in ar)
+    assert report["ar_over_floor"] == pytest.approx(step_ms / report["floor"]["ms"])
+    assert report["floor"]["ms"] == min(floor.ms for floor in floors) and len(floors) == 2  # the floor should not flatter
     assert report["costs"] == {} and report["buckets"] == []
     markdown = out.with_suffix(".md").read_text()
     assert "| gain over DFlash, range over repeats |" in markdown and "the median of its repeats" in markdown
@@ -700,8 +863,11 @@ def test_program_writes_table_and_json(flags, tmp_path, capsys):
     assert out.with_suffix(".md").read_text() == capsys.readouterr().out
     assert sorted(path.name for path in out.parent.iterdir()) == ["tiny.json", "tiny.md"]  # no journal left
     capsys.readouterr()
-    assert bench.main([*flags, "--methods", "ar"]) == 0  # needs neither head nor file
-    assert "repeats" not in capsys.readouterr().out  # there is one
+    assert bench.main([*flags, "--methods", "ar", "--turn", "3", "--shape", "tiny"]) == 0  # needs neither head nor file
+    captured = capsys.readouterr()
+    assert "repeats" not in captured.out  # there is one
+    assert "bench: --turn: no effect on one method alone\n" in captured.err
+    assert "bench: --shape: no effect without --gpu-check\n" in captured.err
 
 
 def test_answers_without_rounds_leave_a_report(flags, monkeypatch, tmp_path):
@@ -730,6 +896,38 @@ def test_an_answer_must_have_room(flags, models, capsys, beyond):
     *_, last = capsys.readouterr().err.splitlines()
     assert ("context of 256: leave it out, or choose a smaller --prefix" in last) == (beyond > 0)
     assert ("math.jsonl:1: the prompt's " in last) == (beyond > 0)
+
+
+def test_a_run_goes_on_only_as_it_began(flags, tmp_path, monkeypatch, capsys):
+    """Whatever would make the other prompts' records another measurement is named; the same command goes on."""
+    out, race, raced = tmp_path / "cut.json", bench.race, []
+
+    def cut(*arguments):
+        raced.append(arguments)
+        if len(raced) == 2:
+            raise KeyboardInterrupt
+        return race(*arguments)
+
+    monkeypatch.setattr(bench, "race", cut)
+    command = [*flags, "--methods", "ar,cast", "--out", str(out)]
+    assert bench.main(command) == 130
+    changes = {
+        "seed": ["--seed", "1"], "draft_vocabulary": ["--draft-vocabulary", "9"], "options": ["--temperature", "1"],
+        "turn": ["--turn", "3"], "arms": ["--width", "3"], "repeats": ["--repeats", "2"], "placement": ["--dtype", "bfloat16"],
+        "attention": ["--attention", "static"], "compile": ["--eager"], "threads": [], "questions": [],
+    }
+    capsys.readouterr()
+    for name, more in changes.items():
+        with monkeypatch.context() as patch:
+            if name == "threads":
+                patch.setattr(torch, "get_num_threads", lambda: 99)
+            if name == "questions":
+                patch.setattr(prompts, "encode", lambda *_: [7, 8])
+            assert bench.main([*command, *more]) == 2, name
+        message = capsys.readouterr().err
+        assert "unfinished run with other settings (" in message and name in message
+    assert bench.main(command) == 0
+    assert "bench: going on after 1 prompts\n" in capsys.readouterr().err and len(raced) == 3
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -765,6 +963,7 @@ def test_a_report_that_is_nowhere_else_is_not_lost(flags, tmp_path, monkeypatch,
         assert bench.main([*flags, "--methods", "ar", *(["--out", str(tmp_path / "r.json")] if to_file else [])]) == 1
         err = capsys.readouterr().err
         assert "cannot write to stdout" in err.splitlines()[-1] and ("| ar |" in err) != to_file
+    assert not list(tmp_path.glob("*.journal.jsonl"))  # the run is finished
 
 
 def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys):
@@ -797,6 +996,9 @@ def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys)
     ratios = [ar / cast for ar, cast in zip(seconds["ar"], seconds["cast N=7"])]  # texts of equal length
     assert report["rows"][2]["prompt_speedup"]["mean"] == pytest.approx(sum(ratios) / 3)
     assert len(report["predictions"]) == 2 * 2 and "| predicted N |" in markdown
+    auto = report["predictions"][0]
+    speeds = [[ar / own for ar, own in zip(seconds["ar"], seconds[arm])] for arm in (auto["oracle"], auto["arm"])]
+    assert auto["gap"]["mean"] == pytest.approx(100 * (sum(speeds[0]) - sum(speeds[1])) / 3)  # texts differ: the mean
     for record in report["records"]:
         output = record["output"]
         assert output["tokens"] == 6 and ("widths" in output) == record["arm"].endswith(("auto", "round"))
@@ -866,10 +1068,19 @@ def test_program_measures_random_weights(tmp_path, monkeypatch, capsys):
     assert report["probes"][0]["prefix"] == 40
     for wrong, word in (
         (["--prefix", "1024"], "--prefix"), (["--model", "smollm2"], "leave out --model"),
-        (["--model", ""], "leave out --model"),
+        (["--model", ""], "leave out --model"), (["--draft-vocabulary", "9"], "leave out --draft-vocabulary"),
+        (["--prefix", "9,1000", "--max-new-tokens", "5,25"], "prompt and answer of 1025 tokens exceed the 1024 of tiny"),
     ):
         capsys.readouterr()
         assert bench.main([*tiny, *wrong]) == 2 and word in capsys.readouterr().err
+    place = bench.Placement.choose("cpu", "float32")
+
+    def asked(*more):
+        return bench.Subject.of(bench.parse_arguments([*tiny, "--prefix", "1000", *more]), place, True).questions
+
+    longest = asked("--max-new-tokens", "24")  # they fill the context
+    assert longest[0].max_new_tokens == 24 and len(longest) == 4 and len({str(each) for each in longest}) == 4
+    assert asked("--max-new-tokens", "24") == longest != asked("--max-new-tokens", "24", "--seed", "1")
     with pytest.raises(SystemExit):
         bench.main(["--random-weights", "qwen9"])
     assert "qwen3-8b" in capsys.readouterr().err
@@ -882,11 +1093,25 @@ def test_program_measures_a_random_head(flags, models, tmp_path):
     report, text = json.loads(out.read_text()), out.with_suffix(".md").read_text()
     assert "head has random weights" in text and "all texts are equal" in text
     assert report["environment"]["weights"].endswith(", whose weights are random")
+    assert bench.main([*flags, "--random-weights", "head", "--methods", "ar"]) == 0  # which needs none
     real, placement = load_draft(models[1]), bench.Placement.choose("cpu", "float32")
     target, random_head = load_random_head(Choice(*models, None), placement)
     assert random_head.config == real.config and random_head.directory is None
     assert not torch.equal(random_head.norm.weight, real.norm.weight)
     assert torch.equal(target.norm.weight, load_target(models[0]).norm.weight)
+
+
+def test_program_measures_a_restricted_head(flags, models, monkeypatch):
+    """Its report says so, and speeds are another head's."""
+    file, made = Path(models[1]) / "frequent_tokens.json", []
+    file.write_text('{"tokens": [9, 4, 200, 7]}')
+    decoders_of = bench.decoders_of
+    monkeypatch.setattr(bench, "decoders_of", lambda *given: made.append(decoders_of(*given)) or made[0])
+    try:
+        assert bench.main([*flags, "--draft-vocabulary", "3"]) == 0
+    finally:
+        file.unlink()
+    assert {tuple(decoder.draft.vocabulary.tolist()) for decoder in made[0].values()} == {(4, 9, 200)}
 
 
 def test_costs_are_told_for_every_prefix(models, tmp_path, monkeypatch):

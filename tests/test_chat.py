@@ -19,6 +19,7 @@ import run
 from graphs.masks import BODIES
 from minicast import Decoder, command, decode, round
 from minicast.chat import Chat, Conversation
+from minicast.program import Terminated
 from minicast.round import State, prefill, read_features
 from minicast.terminal import Screen
 from model import load_draft, load_target, load_tokenizer
@@ -283,6 +284,22 @@ def test_ctrl_c_at_the_prompt_leaves_the_second_time(talk):
     room, _, err, status = talk("hello", stop, "more", stop, stop, "never read")
     assert status == "interrupted" and len(room.answers) == 2 and err.count("Ctrl-C again") == 2
     assert talk("hello", stop, terminal=False)[3] == "interrupted"
+    room, _, err, status = talk("hello", Terminated(), "never read")  # nobody is there to press it again
+    assert status == "interrupted" and len(room.answers) == 1 and "Ctrl-C again" not in err
+
+
+def test_ctrl_c_in_a_reply_to_a_pipe_ends_the_chat(talk, monkeypatch):
+    """Nobody is there to type the next message: the others are not answered."""
+    stream, turns = Decoder.stream, []
+
+    def interrupted(self, *arguments, **options):
+        turns.append(arguments)
+        yield next(stream(self, *arguments, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Decoder, "stream", interrupted)
+    room, shown, _, status = talk("hello", "never answered", terminal=False)
+    assert status == "interrupted" and len(turns) == len(room.answers) == 1 and len(shown.rstrip("\n")) == 1
 
 
 def test_ctrl_c_stops_the_reply_and_keeps_what_was_shown(talk, models, tokenizer, monkeypatch):
@@ -378,6 +395,12 @@ def test_a_full_context_refuses_the_turn_and_loses_nothing(talk):
     assert len(refused) == 2 and all("/reset" in line and str(CONTEXT) in line for line in refused)
     before = talk("hello", "still there?")[1]
     assert shown.startswith(before)
+
+
+@pytest.mark.parametrize("room_left", [0, 1])
+def test_a_message_that_leaves_no_room_for_a_reply_is_not_sent(talk, room_left):
+    room, _, err, _ = talk("x" * (CONTEXT - len("<user></><assistant>") - room_left))
+    assert len(room.answers) == room_left and ("not sent" in err) == (room_left == 0)
 
 
 def test_a_reply_that_fills_the_context_says_so(talk):

@@ -14,6 +14,7 @@ import torch
 from graphs.masks import BODIES
 from minicast import Decoder, generate
 from minicast.back_off import BackOff
+from minicast.custom_method import check_tree
 from minicast.methods import best_first
 from minicast.policy import AutoWidth, FixedWidth
 from minicast.round import Settled, State, pack, prefill, read_features
@@ -80,7 +81,9 @@ def test_a_draft_vocabulary_bounds_what_is_proposed_and_changes_no_text(body, pa
 
 
 @pytest.mark.parametrize("words, change", [
-    ("depth", dict(depths=torch.tensor([1, 1]))), ("before its children", dict(parents=torch.tensor([1, -1]))),
+    ("depth", dict(depths=torch.tensor([1, 1]))), ("depth", dict(depths=torch.tensor([1, 3]))),
+    ("before its children", dict(parents=torch.tensor([1, -1]))),
+    ("before its children", dict(parents=torch.tensor([-2, 0]))), ("vocabulary", dict(tokens=torch.tensor([-1, 5]))),
     ("vocabulary", dict(tokens=torch.tensor([5, VOCABULARY]))), ("lengths", dict(log_mass=torch.zeros(3))),
     ("same token", dict(tokens=torch.tensor([5, 5]), parents=torch.tensor([-1, -1]), depths=torch.tensor([1, 1]))),
     ("whole numbers", dict(parents=torch.tensor([-1.0, 0.0]))), ("whole numbers", dict(tokens=torch.tensor([True, False]))),
@@ -95,6 +98,10 @@ def test_a_tree_that_would_change_the_text_is_refused(words, change):
         decoder.generate(prompt_of(5), method=lambda proposal: replace(sound, **change), **options)
     with pytest.raises(UsageError, match="returns a Tree"):
         decoder.generate(prompt_of(5), method=lambda proposal: [5, 6], **options)
+    widest, wider = (tree_of([(5, node - 1) for node in range(nodes)]) for nodes in (127, 128))
+    check_tree(widest, VOCABULARY)
+    with pytest.raises(UsageError, match="it has 128 nodes, 127 at most can be packed"):
+        check_tree(wider, VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -348,12 +355,14 @@ def test_a_fault_behind_the_end_of_an_answer_is_not_told_and_not_kept(models, mo
     assert decoder.generate(prompt_of(6), method=method, max_new_tokens=30).token_ids == expected
 
 
-def test_what_the_caller_does_between_rounds_is_not_timed(models):
-    decoder = Decoder(*models)
+def test_what_the_caller_does_between_rounds_is_not_timed(models, monkeypatch):
+    """By a clock that moves only between them."""
+    decoder, now = Decoder(*models), [1.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     for _ in decoder.stream(prompt_of(6), width=2, max_new_tokens=12):
-        time.sleep(0.2)
+        now[0] += 1.0
     assert len(decoder.output.round_lengths) > 3
-    assert decoder.output.decode_seconds <= decoder.output.wall_seconds < 0.4
+    assert decoder.output.decode_seconds == decoder.output.wall_seconds == 0.0
 
 
 def test_the_mask_token_is_a_token_like_any_other(models):

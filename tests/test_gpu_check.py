@@ -1,5 +1,6 @@
 """The one command for a GPU visit, rehearsed on a CPU: a slip in it would cost the visit."""
 
+import errno
 import json
 import subprocess
 from argparse import Namespace
@@ -9,9 +10,11 @@ import torch
 
 from minicast import Decoder, bench, gpu_check
 from minicast.gpu_check import STAGES, Findings, Stage, launch, main, run_stage
+from model import files
 from model.errors import UserError
+from model.linear import weight_bytes
 from model.random_weights import SHAPES, random_pair
-from model.transformer import Target
+from model.transformer import KVCache, Target
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +49,100 @@ def test_every_stage_runs_on_a_tiny_shape(tmp_path, in_process, capsys):
         figure = found["c"][name]
         assert figure["ms"] > 0 and figure["floor_ms"] > 0
         assert figure["over_floor"] == pytest.approx(figure["ms"] / figure["floor_ms"])
+    c, d = found["c"], found["d"]
+    for n in (16, 64, 128):
+        assert c[f"verify {n} rows over 1 row"] == pytest.approx(c[f"verify {n} rows"]["ms"] / c["verify 1 rows"]["ms"])
+    slow, fast = (c[f"ar a token, {kind}"]["ms"] for kind in ("eager", "replayed"))
+    assert c["eager over replayed"] == pytest.approx(slow / fast)
+    parts = [c[name]["floor_ms"] for name in ("draft and a tree of 63", "verify 64 rows")]
+    assert c["round of cast, N = 63"]["floor_ms"] == pytest.approx(sum(parts))
+    for what in ("settle 64", "propose 63"):
+        busy, idle = d[f"{what}: ms in kernels"], d[f"{what}: ms between them"]
+        assert busy > 0 and d[f"{what}: wall ms"] == pytest.approx(busy + idle)
     table = (tmp_path / "gpu-check.md").read_text()
     told = capsys.readouterr()
     assert table.strip() in told.out and "no CUDA device, so this is a rehearsal" in told.err
-    assert "| verify 64 rows |" in table
+    time = c["verify 64 rows"]
+    assert f"| verify 64 rows | {time['ms']:.3f} ms | {time['floor_ms']:.3f} ms | {time['over_floor']:.2f} |\n" in table
     assert found["about"]["commit"] == "of the code" and "shape tiny" in found["about"]["weights"]
     head, _ = table.split("## a.")
     assert f"- command: python -m minicast.bench --gpu-check --shape tiny --out {tmp_path}\n" in head
     assert torch.cuda.is_available() or "- remark: no CUDA device, so this is a rehearsal" in head
+
+
+def a_check(name="large", found=None) -> gpu_check.Check:
+    found = {} if found is None else found
+    return gpu_check.Check(name, torch.device("cpu"), torch.float32, found.__setitem__)
+
+
+def test_times_are_medians_of_groups_in_milliseconds(monkeypatch):
+    """Of one pass: groups of ten that take 1, 2, 7, 1 and 3 seconds, less the first pass, which is not timed."""
+    now, runs = [0.0], []
+
+    def clock(device):
+        if len(runs) % 10 == 1 and len(runs) > 1:  # a group has ended
+            now[0] += [1, 2, 7, 1, 3][len(runs) // 10 - 1] * (now[-1] != len(runs))
+            now[1:] = [len(runs)]
+        return now[0]
+
+    monkeypatch.setattr(gpu_check, "clock", clock)
+    assert a_check().milliseconds(lambda: runs.append(0)) == pytest.approx(200) and len(runs) == 1 + 5 * 10
+
+
+def test_a_floor_is_the_bytes_over_the_bandwidth(monkeypatch):
+    """Of a copy, which reads and writes; and a time stands beside it."""
+    found = {}
+    check = a_check("tiny", found)
+    monkeypatch.setattr(gpu_check.Check, "milliseconds", lambda self, run: 2.0)
+    assert check.bytes_per_second == 2 * 2**22 / 2e-3
+    check.timed("a pass", 6.0, read=2**23)
+    assert found == {"a pass": {"ms": 6.0, "floor_ms": pytest.approx(2.0), "over_floor": pytest.approx(3.0)}}
+
+
+def test_a_pass_reads_its_weights_and_its_caches():
+    """Both kinds of keys and values of every layer; a draft also the rows of the target's LM head."""
+    target, draft = random_pair("tiny", torch.bfloat16, "cpu")
+    caches = [KVCache(model.config, 50, torch.bfloat16, "cpu").data for model in (target, draft)]
+    assert [gpu_check.cache_bytes(model, 50) for model in (target, draft)] == [cache.nbytes for cache in caches]
+    assert gpu_check.settle_bytes(target, 50) == weight_bytes(target) + caches[0].nbytes
+    head = weight_bytes(target.lm_head)
+    assert head > 0 and gpu_check.propose_bytes(target, draft, 50) == weight_bytes(draft) + head + caches[1].nbytes
+
+
+def test_an_earlier_check_leaves_no_figures(tmp_path, in_process, monkeypatch):
+    """Of stages that this one does not reach."""
+    def stage(check):
+        """A stage."""
+        check.report("new", 1)
+
+    Findings(tmp_path).add("a", "old", 2)
+    monkeypatch.setattr(gpu_check, "STAGES", {"a": Stage(stage, 9)})
+    assert main(Namespace(out=tmp_path, shape="tiny")) == 0
+    found = Findings(tmp_path)
+    assert "old" not in found.read()["a"] and found.read()["a"]["new"] == 1 and "old" not in found.table.read_text()
+
+
+def test_a_figure_that_cannot_be_written_costs_none_of_those_before(tmp_path, monkeypatch):
+    """A full disk, or the end of the visit."""
+    found = Findings(tmp_path)
+    found.add("a", "first", 1)
+    before = {path: path.read_text() for path in tmp_path.iterdir()}
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "replace", full)
+    with pytest.raises(OSError):
+        found.add("a", "second", 2)
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == before
+
+
+def test_what_a_stage_said_of_its_failure_is_kept(tmp_path, monkeypatch):
+    """Its exit status says less."""
+    Findings(tmp_path).add("a", "failed", "ValueError: why")
+    monkeypatch.setattr(gpu_check.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1))
+    launch("a", "tiny", Findings(tmp_path))
+    assert Findings(tmp_path).read()["a"] == {"failed": "ValueError: why"}
 
 
 def test_wrong_tokens_fail_their_stage(tmp_path, in_process, monkeypatch):

@@ -10,9 +10,10 @@ import torch
 
 import run
 from graphs.masks import BODIES
-from minicast import Decoder
-from minicast.narrate import Watcher
-from minicast.tree import best_first_tree, chain_tree
+from minicast import Decoder, narrate
+from minicast.narrate import Seen, Watcher
+from minicast.round import Settled
+from minicast.tree import Tree, best_first_tree, chain_tree
 from model import load_draft, load_target, load_tokenizer
 from tiny import random_tensors, tiny_target_config, write_byte_tokenizer, write_checkpoint, write_tiny_draft
 
@@ -46,7 +47,7 @@ def test_what_is_seen_is_what_the_decoder_did(models, body, shaping):
     for method, width in METHODS[:3]:
         options = dict(method=method, width=width, max_new_tokens=16, **shaping)
         watcher, decoder = (kind(target, draft, attention=body) for kind in (Watcher, Decoder))
-        watcher.watching, token_ids, accepted = True, list(PROMPT), 0
+        watcher.watching, token_ids, accepted, unread = True, list(PROMPT), 0, 0
         for step, plain in zip(watcher.stream(PROMPT, **options), decoder.stream(PROMPT, **options), strict=True):
             assert (step.token_ids, step.path, step.accepted) == (plain.token_ids, plain.path, plain.accepted)
             if not step.prefill:
@@ -60,6 +61,8 @@ def test_what_is_seen_is_what_the_decoder_did(models, body, shaping):
                 if method == "ar":
                     assert seen.log_q is None
                 else:
+                    assert seen.unread == unread  # of the prompt nothing, then what the round before committed
+                    unread = len(step.path)
                     _, features = target.score(token_ids[:-1], draft.taps)
                     assert torch.allclose(seen.log_q, draft.score(features, seen.root, target), atol=1e-4)
                     build = chain_tree if method == "dflash" else best_first_tree
@@ -103,6 +106,31 @@ def test_a_pause_of_drafting_stays_one(models):
     assert next(steps).prefill and next(steps).width == 3 and watcher.seen.log_q is not None
     policy.width = 0
     assert next(steps).width == 0 and watcher.seen.log_q is None
+
+
+def test_the_drafters_thoughts_are_told_as_they_were():
+    """By hand: what it read, its block, the rank and the probability that it gave to each choice of the target."""
+    log_q = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]]).log()
+    seen = Seen(10, 2, 3, log_q, settled=Settled([2, 1], [0, 2], 0), P_after=12)
+    tree = Tree(torch.tensor([0, 1]), torch.tensor([-1, -1]), torch.tensor([1, 1]), torch.tensor([0.5, 0.3]).log())
+
+    def lines(told, *given):
+        return [line for line, _ in told(seen, *given, str)]
+
+    assert lines(narrate.draft_lines)[1:] == [
+        "the drafter first reads the target's features of 3 positions committed since it ran",
+        "block [2, mask x 2] at positions 10 to 12",
+    ]
+    assert [line.split() for line in lines(narrate.propose_lines, tree) if line.startswith("q_")] == [
+        ["q_1", "0.5000*0", "0.3000*1", "0.2000", "2"], ["q_2", "0.6000", "1", "0.3000", "2", "0.1000", "0"],
+    ]
+    assert lines(narrate.walk_lines) == [
+        "row 0: the target chooses 1 (the drafter's number 2 at depth 1, q = 0.3000); row 2 carries it: accepted",
+        "row 2: the target chooses 0 (the drafter's number 3 at depth 2, q = 0.1000); no child carries it: the next b",
+    ]
+    assert lines(narrate.commit_lines) == [
+        "keys, values and features of rows 0, 2 go to slots 10, 11", "P = 10 -> 12; b = 2 -> 0",
+    ]
 
 
 @pytest.fixture

@@ -30,7 +30,9 @@ def bench() -> dict:
     rows = [{"domain": domain, "arm": arm, "prompt_speedup": {"mean": arms[arm]}} for domain in domains for arm in arms]
     rows.append({"domain": "chat", "arm": "cast N=7", "prompt_speedup": None})
     record = {"arm": "cast N=auto", "domain": "math", "output": {"widths": [7, 0, 0, 7, 3, 0]}}  # it paused half of the time
-    return {"rows": rows, "records": [record, record | {"arm": "ar"}]}
+    hard = record | {"domain": "chat", "output": {"widths": [3, 3, 0]}}  # another width than in maths: two predictions
+    others = [{"arm": arm, "domain": "essays", "output": {"widths": [31]}} for arm in ("ar", "cast N=round")]
+    return {"rows": rows, "records": [record, hard, *others]}
 
 
 FILES = {
@@ -115,17 +117,30 @@ def test_lines_are_the_figures_of_the_file():
     assert figure.axes[0].get_ylabel() == "speedup over AR, mean of prompts"
     speedups = lines_of(figure)
     assert speedups["math"] == ([7, 15], [1.3, 1.2])
-    assert speedups["predicted N* = 7"][0] == [7, 7]
-    assert "chat" not in speedups
-    assert lines_of(plot.lengths(FILES["replay"][0]))["math"] == ([1, 2, 3], [1.5, 1.8, 2.0])
+    assert [(name, x) for name, (x, _) in speedups.items() if "predicted" in name] == [
+        ("predicted N* = 3", [3, 3]), ("predicted N* = 7", [7, 7]),
+    ]
+    dotted = [list(line.get_ydata()) for line in figure.axes[0].lines if line.get_linestyle() == ":"]
+    assert dotted == [[1.1, 1.1]] * 2 and "chat" not in speedups  # the chain, of maths and of the mean
+    solid, promised, chain = plot.lengths(FILES["replay"][0]).axes[0].lines[:3]
+    assert (solid.get_label(), list(solid.get_xdata()), list(solid.get_ydata())) == ("math", [1, 2, 3], [1.5, 1.8, 2.0])
+    assert (promised.get_linestyle(), list(promised.get_xdata()), list(promised.get_ydata())) == (":", [1, 2, 3], [1.6, 1.9, 2.2])
+    assert (chain.get_marker(), list(chain.get_xdata()), list(chain.get_ydata())) == ("s", [2], [1.7])
+
+
+def test_a_sweep_is_drawn_by_width():
+    """Whatever the order in which its widths were given."""
+    pytest.importorskip("matplotlib")
+    values = bench()
+    assert lines_of(plot.speedup(values | {"rows": values["rows"][::-1]}))["math"] == ([7, 15], [1.3, 1.2])
 
 
 def test_four_panels_of_scores():
     pytest.importorskip("matplotlib")
     ranks, reliable, masses, shapes = plot.scores(FILES["replay"][0]).axes
     assert [bar.get_height() for bar in ranks.containers[0]] == [0.5, 0.25, 0.25]
-    assert list(reliable.lines[0].get_ydata()) == [0.1]
-    assert list(masses.lines[1].get_ydata()) == [0.5, 0.2, 0.1]
+    assert (list(reliable.lines[0].get_xdata()), list(reliable.lines[0].get_ydata())) == ([0.05], [0.1])
+    assert (list(masses.lines[1].get_xdata()), list(masses.lines[1].get_ydata())) == ([1, 2, 3], [0.5, 0.2, 0.1])
     assert [bar.get_height() for bar in shapes.containers[1]] == [1.7, 2.0]
 
 

@@ -10,7 +10,7 @@ from minicast.back_off import BackOff
 from minicast.curve import MassCurve
 from minicast.decode import Decoder
 from minicast.policy import AutoWidth, FixedWidth, RoundWidth
-from minicast.policy_replay import Measured, by_domain, compare, decode_ms
+from minicast.policy_replay import Measured, Policies, by_domain, compare, decode_ms
 from minicast.probe import DISTURBED, Costs
 from minicast.prompts import EVERYTHING
 from minicast.replay import Replayable
@@ -101,6 +101,41 @@ def test_the_table_names_the_best_width(answers):
     assert "| tiny | 1.00 | 1.00 |" in dear.lines()[2] and "| AR | 1.00 | 0.0 |" in dear.lines()[2]
 
 
+def test_a_row_of_the_table():
+    """Each figure in its own column; the gap is what auto lacks."""
+    fixed, chosen = {"d": {0: 1.0, 3: 1.5, 7: 2.0}}, {"d": {"auto": 1.75, "round": 1.6}}
+    head, _, row = Policies(3, 0.1, fixed, chosen).lines()
+    heads, cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in (head, row))
+    assert dict(zip(heads, cells, strict=True)) == {
+        "speed over AR, pooled": "d", "N* = 3": "1.50", "auto": "1.75", "round": "1.60", "best fixed": "N = 7",
+        "its speed": "2.00", "gap of auto, points": "25.0",
+    }
+
+
+@pytest.mark.parametrize("rows", [10, 16])
+def test_all_widths_that_costs_are_known_of_are_compared(answers, rows):
+    """Those swept up to the widest, and N* itself wherever it lies."""
+    curve = MassCurve([0.5 / rank for rank in range(1, 128)], [0.0] * 7, [], [])
+    free = compare({"tiny": answers}, curve, Costs((1, rows), (10.0, 10.0), (1e-6, 1e-6)))
+    assert free.predicted == rows - 1 and "| tiny |" in free.lines()[2]
+    dear = compare({"tiny": answers}, curve, Costs((1, rows), (10.0, 900.0), (1e-6, 1e-6)))
+    assert dear.predicted != rows - 1
+    for found, own in ((free, {rows - 1}), (dear, {dear.predicted})):
+        assert set(found.fixed["tiny"]) == {0, 1, 2, 3, 4, 5, 6, 7, *([11, 15] if rows == 16 else []), *own}
+
+
+def test_answers_of_a_domain_are_one_session(answers):
+    """What drafting lost in one answer is known in the next, as in a decoder; another domain begins anew."""
+    seen = []
+
+    def make(back_off):
+        seen.append(back_off)
+        return FixedWidth(3)
+
+    by_domain({"a": answers[:2], "b": answers[2:]}, make, TIMES, COSTS.draft_ms)
+    assert seen[0] is seen[1] and seen[1] is not seen[2]
+
+
 def test_costs_from_a_file(tmp_path, capsys):
     """The bench's, old and new, or the cache's; anything else is one line before anything is recorded."""
     wrong, right = tmp_path / "wrong.json", tmp_path / "right.json"
@@ -141,6 +176,9 @@ def test_a_disturbed_probe_is_told_to_who_goes_by_it(tmp_path):
     measured = Measured.read(file)
     assert measured.costs == {256: disturbed} and DISTURBED in measured.source and DISTURBED in str(disturbed)
     assert DISTURBED not in str(COSTS)
+    both = {"costs": {"256": vars(COSTS), "1024": vars(disturbed)}, "environment": {"weights": "W", "hardware": "H"}}
+    file.write_text(json.dumps(both))
+    assert DISTURBED in Measured.read(file).source
 
 
 def test_a_prefix_stands_for_what_it_stands_for_in_the_decoder():
@@ -171,3 +209,6 @@ def test_a_round_is_charged_what_it_proposes_not_what_it_keeps(answers):
     dear = Costs((1, 4, 16), (10.0, 10.0, 10.0), (0.1, 500.0, 500.0), (1, 7, 127))
     curve = MassCurve([0.5 / rank for rank in range(1, 128)], [0.0] * 7, [], [])
     assert compare({"tiny": answers}, curve, dear).chosen["tiny"]["round"] < 0.8
+    steep = Costs((1, 16), (10.0, 1500.0), (0.1, 500.0, 500.0), (1, 7, 127))  # there it keeps nothing
+    tokens = sum(len(answer.needs["cast"]) for answer in answers)
+    assert compare({"tiny": answers}, curve, steep).chosen["tiny"]["round"] == pytest.approx(tokens * 10 / (tokens * 10 + 500))

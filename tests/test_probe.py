@@ -4,6 +4,7 @@ Tests that ask what is decided replace the clock's figures by a table: no decisi
 """
 
 import json
+from dataclasses import replace
 from itertools import groupby
 from statistics import linear_regression
 
@@ -150,6 +151,28 @@ def test_a_disturbed_probe_is_not_kept(disturbable, target, draft, table):
     assert table.asked and list((draft.directory / "cache" / "costs").iterdir())
 
 
+@pytest.mark.parametrize("disturbed", [0, 1, 2])
+def test_one_disturbed_part_makes_a_disturbed_probe(disturbable, target, draft, table, monkeypatch, disturbed):
+    """Counts are measured in groups, and a quiet one says nothing of those before it, nor of those after."""
+    ship(draft)
+    groups = iter(range(99))
+
+    def interleaved(*arguments, **protocol):
+        return replace(table.interleaved(*arguments, **protocol), spread=2.0 if next(groups) == disturbed else 1.0)
+
+    monkeypatch.setattr(probe, "interleaved", interleaved)
+    with pytest.warns(UserWarning, match="disturbed"):
+        assert not Deployment(Decoder(target, draft)).costs_at(5, 9).steady
+    assert next(groups) > 2
+
+
+def test_a_wider_proposal_never_costs_less(target, draft, monkeypatch):
+    """Noise aside: a dip would make nodes free."""
+    monkeypatch.setattr(Passes, "measure", lambda self, runs, **how: Timings(dict(zip(runs, (9.0, 5.0, 4.0, 6.0)))))
+    costs = Passes(Decoder(target, draft), 64).costs((1,))
+    assert (costs.proposed, costs.propose_ms) == ((1, DEPTH, MAX_WIDTH), (5.0, 5.0, 6.0))
+
+
 @pytest.mark.parametrize("body", ["sdpa", "static"])
 def test_probe_measures_and_leaves_nothing_behind(target, draft, body):
     """Real clock: all figures are positive, ascending counts; the cached prefix is forgotten, never wrong."""
@@ -160,6 +183,7 @@ def test_probe_measures_and_leaves_nothing_behind(target, draft, body):
     assert min(*costs.settle_ms, *costs.propose_ms) > 0
     assert body == "sdpa" or set(costs.packed) <= set(BUCKETS)
     assert decoder.state.prefix == 0 and not decoder.state.cached_ids
+    assert body == "static" or decoder.state.slots == 0  # the probe's caches may be longer than an answer needs
     prompt = prompt_of(20)
     out = decoder.generate(prompt, width=7, max_new_tokens=20)
     assert out.token_ids == autoregressive(target, prompt, 20).token_ids
@@ -198,6 +222,8 @@ def test_full_probe(target, draft, table):
     assert found.decision.width == stopping_width(GOOD, cost, table.draft_ms) == 82
     text = "\n".join(found.lines())
     assert found.prefix == 512 and "after 512 positions" in text  # 1,024 do not fit this context
+    assert f"| ms | {' | '.join(f'{ms:.1f}' for ms in milliseconds)} |\n" in text
+    assert "draft with a tree of 1 5.00 ms, of 7 5.00 ms, of 127 5.00 ms\n" in text
     assert "N* = 82 follows" in text and f"{line.intercept:.2f} + {line.slope:.4f} n ms" in text
     assert not (draft.directory / "cache" / "costs").exists() and decoder.state.prefix == 0
 
@@ -237,6 +263,8 @@ def test_nothing_is_probed_twice(target, draft, table):
     costs = first.costs_at(20, 20)
     table.asked.clear()
     assert first.costs_at(30, 60) is costs
+    assert ", probed in " in first.lines(20, 20)[0]
+    assert ", probed by an earlier start: " in Deployment(Decoder(target, draft)).lines(20, 20)[0]
     assert Deployment(Decoder(target, draft)).costs_at(20, 20) == costs
     assert table.asked == []
     assert first.costs_at(20, 20, reprobe=True) == costs and table.asked
@@ -248,7 +276,10 @@ def test_nothing_is_probed_twice(target, draft, table):
     assert table.asked
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": 1}', '{"key": {}, "costs": {"packed": [0]}}'])
+OTHER = '{"key": {}, "costs": {"packed": [1], "settle_ms": [1.0], "propose_ms": [1.0, 1.0]}}'
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": 1}', '{"key": {}, "costs": {"packed": [0]}}', OTHER])
 def test_a_damaged_cache_is_probed_again(target, draft, table, damage):
     """A kill while writing, or an older format, must not stop anyone."""
     ship(draft)
@@ -258,6 +289,47 @@ def test_a_damaged_cache_is_probed_again(target, draft, table, damage):
     table.asked.clear()
     assert Deployment(Decoder(target, draft)).costs_at(20, 20) == costs and table.asked
     assert json.loads(file.read_text())["costs"]
+
+
+def test_whatever_decides_what_a_round_costs_is_probed_for(draft, monkeypatch):
+    """Costs of another layout, precision, head or machine would choose a width for that."""
+    target, keys = tiny_target(context=512), []
+
+    def note(decoder, prefix=256):
+        keys.append(probe.cost_key(decoder, prefix))
+
+    def decoder(**options):
+        return Decoder(target, draft, **options)
+
+    plain = decoder()
+    note(plain), note(plain, 1024), note(decoder(attention="static", max_length=128))
+    note(decoder(attention="static", max_length=256))
+    note(Decoder(target, tiny_draft(block_size=4, context=512)))
+    for patched, value in (
+        ((torch, "get_num_threads"), lambda: 99), ((probe, "processor"), lambda: "another"), ((probe, "FORMAT"), 0),
+        ((torch, "__version__"), "0"), ((plain.state.body, "layer"), object()),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(*patched, value)
+            note(plain)
+    restricted = tiny_draft(context=512)
+    restricted.restrict(range(100), target)
+    note(Decoder(target, restricted))
+    target.lm_head.weight.data = target.lm_head.weight.data.bfloat16().float()
+    target.lm_head.pack()
+    note(plain)
+    monkeypatch.setattr(probe, "weight_bytes", lambda *modules: 7)  # weights may be held in 16 bits in float32, too
+    note(plain)
+    target, draft = tiny_target(context=512).bfloat16(), tiny_draft(context=512).bfloat16()
+    note(decoder())
+    assert len({probe.digest(key) for key in keys}) == len(keys) == 14
+
+
+def test_the_middle_of_an_answer_chooses_the_prefix_that_stands_for_it(target, draft):
+    """Not where it begins, nor where it ends; a length that was measured stands for itself."""
+    deployment = Deployment(Decoder(target, draft))
+    sizes = {(200, 100): 256, (230, 100): 512, (206, 100): 256, (207, 100): 512}  # 512: the context
+    assert {size: deployment.prefix_for(*size) for size in sizes} == sizes
 
 
 def test_an_unwritable_cache_stops_nobody(target, draft, table, monkeypatch):
@@ -287,6 +359,24 @@ def test_a_probe_between_two_turns_keeps_the_conversation(target, draft, body):
     short = decoder.generate(prompt_of(5), width="auto", max_new_tokens=9)
     decoder.deployment.costs_at(5, 9, reprobe=True)  # below the cached prefix: it goes
     assert short.token_ids == decoder.generate(prompt_of(5), width="auto", max_new_tokens=9).token_ids
+
+
+@pytest.mark.parametrize("body", ["sdpa", "static"])
+@pytest.mark.parametrize("above", [0, 1, 2, 3])
+def test_a_conversation_is_kept_where_no_slot_of_it_is_written(target, draft, body, above):
+    """The drafter catches up with two positions before the prefix that is probed at: one that reaches there is forgotten."""
+    decoder = Decoder(target, draft, attention=body, max_length=256)
+    decoder.generate(prompt_of(30), width=3, max_new_tokens=1)
+    state = decoder.state
+    assert state.prefix == 30
+    before = [cache.data[..., :30, :].clone() for cache in (state.target_cache, state.draft_cache)]
+    passes = Passes(decoder, 30 + above)
+    passes.propose(7), passes.settle(8)
+    passes.close()
+    assert state.prefix == (30 if above >= 2 else 0)
+    if state.prefix:
+        after = [cache.data[..., :30, :] for cache in (state.target_cache, state.draft_cache)]
+        assert all(map(torch.equal, before, after))
 
 
 def test_a_probe_between_two_rounds_keeps_the_answer(target, draft):
@@ -327,6 +417,12 @@ def test_overhead_goes_straight_between_the_widths_measured():
     assert [bent.overhead_ms(N) for N in (1, 4, 7, 67, 127)] == pytest.approx([0, 0.5, 1.0, 1.6, 2.2])
 
 
+def test_costs_are_told_with_what_they_are_of():
+    assert str(Costs((1, 16), (10.0, 12.0), (4.0, 5.0, 6.5), (1, 7, 127))) == (
+        "ms of a draft by nodes: 4.0 (1), 5.0 (7), 6.5 (127); ms by packed rows, of which 1 is AR: 10.0 (1), 12.0 (16)"
+    )
+
+
 # Mass curves
 
 def test_curve_is_the_mean_of_rounds():
@@ -344,19 +440,28 @@ def test_curve_is_the_mean_of_rounds():
     assert curve.chain_masses == pytest.approx(torch.stack(chains).mean(0).tolist(), abs=1e-6)
 
 
-@pytest.mark.parametrize("changes", [
-    {"masses": [1.5]}, {"masses": "high"}, {"masses": [float("nan")]}, {"accepted": [0.5]},
-    {"chain_masses": [0.5]}, {"rounds": None},
+RANGE = "masses and shares lie between 0 and 1"
+
+
+@pytest.mark.parametrize("name, values, words", [
+    ("masses", [1.5], RANGE), ("masses", [float("nan")], RANGE), ("masses", [0.5, -0.5], RANGE),
+    ("chain_masses", [-0.5] * DEPTH, RANGE), ("accepted", [1.5] * MAX_WIDTH, RANGE),
+    ("chain_accepted", [1.5] * DEPTH, RANGE), ("masses", "high", "could not convert string to float"),
+    ("masses", [0.5] * 128, "it has 128 masses, and no tree is wider than 127"),
+    ("accepted", [0.5], "it has 127 masses and 1 shares accepted"),
+    ("chain_accepted", [0.5], "it has 7 masses of the chain and 1 shares accepted"),
+    ("chain_masses", [0.5], "it is of a block of 2, the head's is 8"), ("rounds", None, "of another kind"),
+    ("rounds", -1, "means of -1 rounds"), ("rounds", float("inf"), "infinity"), ("masses", [10**400], "too large"),
 ])
-def test_a_wrong_shipped_curve_is_named(target, draft, changes):
-    """One line with the file and a way out, not a width from nonsense."""
-    ship(draft, **changes)
-    with pytest.raises(UserError, match="curve.json.*delete it"):
+def test_a_wrong_shipped_curve_is_named(target, draft, name, values, words):
+    """One line with the file, what is wrong and a way out, not a width from nonsense."""
+    ship(draft, **{"chain_masses": GOOD[:DEPTH], name: values})
+    with pytest.raises(UserError, match=f"curve.json: .*{words}.*; delete it"):
         Decoder(target, draft).generate(prompt_of(5))
 
 
 def test_a_shipped_file_of_another_kind_is_named(target, draft):
-    for text in ("[]", "{", "7"):
+    for text in ("[]", "{", "7", "[" * 200_000):
         (draft.directory / "curve.json").write_text(text)
         with pytest.raises(UserError, match="curve.json.*delete it"):
             Deployment(Decoder(target, draft))
@@ -381,6 +486,35 @@ def test_a_curve_is_learned_kept_and_used(target, draft, table):
     other = tiny_draft(seed=7, context=512)
     stranger = Deployment(Decoder(target, other))
     assert stranger.curve.rounds == 0  # another head of the same shapes
+
+
+def test_a_curve_is_on_disk_after_a_few_rounds(target, draft):
+    """Short answers, too, are learned from."""
+    deployment = Deployment(Decoder(target, draft))
+    for rounds in range(1, 2 * probe.SAVED_EVERY):
+        deployment.learn([0.5, 0.25], [1, 2])
+        assert Deployment(deployment.decoder).curve.rounds == rounds // probe.SAVED_EVERY * probe.SAVED_EVERY
+
+
+def test_the_chains_speed_is_by_what_was_recorded_of_it():
+    """What its scores promise only where that is all there is."""
+    costs, recorded = Costs((1, 128), (10.0, 20.0), (2.0, 3.0)), [0.4] * DEPTH
+    both, told = MassCurve(GOOD, [0.9] * DEPTH, [], recorded), MassCurve(GOOD, recorded, [], [])
+    speeds = [probe.decide_by(curve, costs).tokens_per_second["dflash"] for curve in (both, told)]
+    assert speeds[0] == speeds[1] > 0
+
+
+def test_a_width_a_round_is_priced_by_what_runs():
+    """It proposes the widest tree whatever it keeps, all of one to learn from; its time is worth the decoder's own rate."""
+    costs = Costs((1, 16), (10.0, 11.0), (2.0, 6.0, 126.0), (1, 15, 127))
+    decision = probe.decide_by(MassCurve(GOOD[:15], GOOD[:DEPTH], [], []), costs)
+    known = probe.policy_of("round", decision, costs, (), back_off.BackOff())
+    N = decision.width
+    assert N > 0 and known.rate == pytest.approx((1 + sum(GOOD[:N])) / costs.times(())[N])
+    assert (known.width, known.draft_ms, known.times) == (15, 6.0, costs.times((), 15))
+    learning = probe.policy_of("round", None, costs, (), back_off.BackOff(), learn=print)
+    assert (learning.width, learning.draft_ms, learning.times) == (MAX_WIDTH, 126.0, costs.times((), 127))
+    assert learning.rate == 1 / 10.0  # AR's
 
 
 def test_a_shipped_curve_is_used_as_it_is(target, draft, table):

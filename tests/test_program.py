@@ -1,5 +1,7 @@
 """How command lines begin and end: Ctrl-C before torch is there, closed and full streams, mistakes in the flags."""
 
+import errno
+import io
 import os
 import signal
 import subprocess
@@ -87,6 +89,24 @@ def test_interrupt_is_an_exception_once_something_runs():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["default", "ignored"])
+def test_sigterm_is_an_exception_while_something_runs(handler):
+    """And is afterwards what it was before; where somebody ignores it, as the parent process may, it stays ignored."""
+    before = [signal.signal(signal.SIGINT, signal.SIG_DFL), signal.signal(signal.SIGTERM, handler)]
+
+    def run():
+        if handler is signal.SIG_DFL:
+            assert signal.getsignal(signal.SIGTERM) is not handler
+        os.kill(os.getpid(), signal.SIGTERM) if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL else None
+        return 0
+
+    try:
+        assert guarded("x", run) == (143 if handler is signal.SIG_DFL else 0)
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGINT, before[0]), signal.signal(signal.SIGTERM, before[1])
+
+
 # Streams
 
 @pytest.fixture(scope="module")
@@ -118,6 +138,13 @@ def test_stdout_that_takes_nothing(flags, monkeypatch, capsys, tmp_path, task, s
     assert err.startswith("run.py: cannot write to stdout: ") and err.count("\n") == 1
     if sys.stdout:
         sys.stdout.flush()
+
+
+def test_what_was_printed_and_not_yet_written_counts_too(monkeypatch, capsys):
+    """A short table waits in a buffer until the program ends, which must not be a success."""
+    monkeypatch.setattr(sys, "stdout", full())
+    assert guarded("x", lambda: print("| a table |") or 0) == 1
+    assert capsys.readouterr().err == "x: cannot write to stdout: No space left on device\n"
 
 
 @pytest.mark.parametrize("stderr", [full, lambda: None], ids=["full", "closed"])
@@ -185,6 +212,29 @@ def test_help_and_mistakes_on_streams_that_take_nothing(command, status, out, er
     assert (result.returncode, result.stdout, result.stderr) == (status, out, err)
 
 
+def test_help_whose_reader_has_enough_ends_quietly(monkeypatch, capsys):
+    """`--help | head -1`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as stop:
+            run.main(["--help"])
+    assert stop.value.code == 0 and capsys.readouterr().err == ""
+
+
+def test_stdin_that_is_no_text_is_told_where(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+    assert run.main(["-p", "-", *flags]) == 2
+    assert capsys.readouterr().err == "run.py: --prompt -: stdin is not UTF-8 at byte 3\n"
+
+
+def test_memory_is_told_in_bytes():
+    """A process with torch in it takes more than 50 MB, and no more than the machine has."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 50e6 < command.peak_memory(torch.device("cpu")) < total
+
+
 def test_a_failing_file_is_not_taken_for_a_stream(capsys):
     assert guarded("x", lambda: open("/nowhere/file", "w")) == 1
     assert capsys.readouterr().err == "x: /nowhere/file: No such file or directory\n"
@@ -197,6 +247,18 @@ def test_a_full_disk_is_one_line(capsys):
         with pytest.raises(OSError):
             file.close()
     assert capsys.readouterr().err.startswith("x: cannot write a file: No space left on device")
+    def broken():
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError):  # of no file and no stream: nobody could do anything with one line
+        guarded("x", broken)
+    for error in (errno.EDQUOT, errno.EFBIG):
+
+        def over(error=error):
+            raise OSError(error, "too much", "f")
+
+        assert guarded("x", over) == 1
+        assert capsys.readouterr().err == "x: cannot write f: too much; free some, or write elsewhere\n"
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)

@@ -4,6 +4,7 @@ Tiny random models of a small vocabulary, so that trees do hold what the target 
 compared exactly; seeds are fixed, so there are no false alarms.
 """
 
+import errno
 import json
 import random
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from minicast.curve import MassCurve
 from minicast.decode import Decoder
 from minicast.replay import Drafts, Recording, Replayable, Shape, Step, needed
 from minicast.tree import best_first_tree, chain_tree
-from model import load_draft, load_target, train_data
+from model import files, load_draft, load_target, train_data
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 VOCABULARY, DEPTH, TOKENS = 12, 7, 40
@@ -244,10 +245,61 @@ def test_promises_are_means_of_masses(answers):
     assert finding.accepted == pytest.approx((taken / len(sums)).tolist())
     held, R = 1 + sum(finding.accepted[: replay.CURVE_WIDTH]), finding.tree.R[place]
     assert R <= held <= R + len(answers) / len(sums)  # an answer's last round is cut by a token at most
+    chains, chain_taken = [], torch.zeros(DEPTH)
+    for answer in answers:
+        for step in answer.replay("dflash", DEPTH):
+            chains.append(answer.recording.drafts.log_q[step.position, :, 0].cumsum(0).exp())
+            chain_taken[: len(answer.needs["dflash"][step.position])] += 1
+    assert finding.chain_masses == pytest.approx(torch.stack(chains).mean(0).tolist())
+    assert finding.chain_accepted == pytest.approx((chain_taken / len(chains)).tolist()) and max(chain_taken) > 0
     curve = replay.mass_curve(finding, "a", "b")
     assert (curve.rounds, curve.target, curve.draft, curve.rank_cap) == (len(sums), "a", "b", 8)
-    assert curve.masses == pytest.approx(finding.masses, rel=1e-4)
-    assert len(curve.chain_masses) == len(curve.chain_accepted) == DEPTH
+    for name in ("masses", "chain_masses", "accepted", "chain_accepted"):
+        assert getattr(curve, name) == pytest.approx(getattr(finding, name), rel=1e-4)
+
+
+def test_the_table_has_the_replayed_length_and_beside_it_the_promised_one(answers):
+    """Of each width its own, domain by domain, the whole chain first."""
+    findings = [replay.analyse(answers[:1], "a"), replay.analyse(answers)]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in replay.table(findings)]
+    assert head == ["R (promised)", "a", "all"]
+    expected = {f"chain, N = {DEPTH}": [(finding.chain, DEPTH) for finding in findings]}
+    expected |= {f"tree, N = {N}": [(finding.tree, N) for finding in findings] for N in replay.TABLE_WIDTHS}
+    assert [row[0] for row in rows] == list(expected)
+    for (_, *told), lengths in zip(rows, expected.values()):
+        places = [each.widths.index(N) for each, N in lengths]
+        assert told == [f"{each.R[k]:.2f} ({each.predicted[k]:.2f})" for (each, _), k in zip(lengths, places)]
+        assert all(each.R[k] != each.predicted[k] for (each, _), k in zip(lengths, places))
+
+
+@pytest.mark.parametrize("answer, events, shares", [
+    ([5, 0, 0], 0, {}), ([5, 0], 0, {}),  # all of the chain was accepted, or the answer ended with it
+    ([5, 3, 0, 0], 1, {"2-4": 1}), ([5, 4, 0, 0], 1, {"5-8": 1}), ([5, 7, 0, 0], 1, {"5-8": 1}), ([5, 8, 0, 0], 1, {"9-32": 1}),
+    ([5, 31, 0, 0], 1, {"9-32": 1}), ([5, 32, 0, 0], 1, {"over 32": 1}),
+], ids=str)
+def test_corrections_by_hand(answer, events, shares):
+    """Token k has rank k + 1 everywhere, of 32 that are recorded: ranks at the ends of their groups, and beyond them."""
+    ranks = torch.arange(32), torch.arange(32.0).neg().log_softmax(0)
+    ranked = [values.repeat(len(answer) - 1, 2, 1) for values in ranks]
+    found = replay.corrections([Replayable.of(Recording("", answer, Drafts(*ranked), Drafts(*ranked)))])
+    assert found.events == events
+    assert {name: share for name, share in found.shares.items() if share} == shares
+
+
+def test_a_candidate_that_is_sure_has_a_bin():
+    """Probability 1 ends the last one."""
+    ranked = torch.tensor([[[7, 8]]]), torch.tensor([[[0.0, -torch.inf]]])
+    recording = Recording("", [5, 7], Drafts(*ranked), Drafts(*ranked))
+    first, last = replay.reliability([Replayable.of(recording)])
+    assert (first.low, first.candidates, first.mean_q, first.hit_rate) == (0, 1, 0, 0)
+    assert (last.low, last.high, last.candidates, last.mean_q, last.hit_rate) == (0.9, 1, 1, 1, 1)
+
+
+def test_costs_are_those_of_the_middle_of_a_typical_answer(tmp_path):
+    """The median prompt: a long one, or one answer that was short, is not typical."""
+    lines = [[[1] * length, [2]] for length in (90, 3, 5)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert replay.middle(tmp_path, {"max_new_tokens": 40}) == 5 + 20
 
 
 def test_shapes_caps_and_blocks_against_decodes_of_their_own_trees(answers):
@@ -359,7 +411,10 @@ def test_records_goes_on_and_analyses(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(replay, "record", None)
     assert command()[0] == 0
     monkeypatch.setattr(replay.Choice, "load", None)
+    capsys.readouterr()
     assert command("--analyse")[0] == 0
+    idle = "--device, --draft-model, --max-new-tokens, --model, --prompts: no effect on --analyse"
+    assert f"replay: {idle}\n" in capsys.readouterr().err
     assert json.loads((out / "analysis.json").read_text())["findings"] == report["findings"]
 
     capsys.readouterr()
@@ -413,6 +468,34 @@ def test_a_new_head_drafts_again_over_the_same_answers(command, tmp_path, monkey
     new = {file.name: Recording.load(file) for file in out.glob("*.safetensors") if file.name not in old}
     assert sorted(each.answer for each in new.values()) == sorted(each.answer for each in old.values())
     assert json.loads((out / "analysis.json").read_text())["findings"][-1]["prompts"] == len(new) == 3
+
+
+def test_an_answer_without_rounds_counts_nowhere(command, capsys):
+    """It ended at its first token."""
+    _, out = command()
+    file = sorted(out.glob("*.safetensors"))[0]
+    recording = Recording.load(file)
+    empty = [Drafts(drafts.tokens[:0], drafts.log_q[:0]) for drafts in (recording.drafts, recording.short)]
+    Recording("at once", recording.answer[:1], *empty).save(file)
+    assert command("--analyse")[0] == 0 and "are drafted" not in capsys.readouterr().err
+    found = json.loads((out / "analysis.json").read_text())["findings"]
+    assert [(finding["domain"], finding["prompts"]) for finding in found] == [("maths", 2), ("all", 2)]
+
+
+def test_figures_that_cannot_be_written_whole_leave_the_old_ones(command, monkeypatch):
+    """A full disk, or Ctrl-C: half of a JSON file is no figure."""
+    _, out = command()
+    before = {file: file.read_bytes() for file in out.iterdir()}
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "replace", full)
+    monkeypatch.setattr(replay, "BINS", 3)  # other figures
+    for written in ("curve.json", "analysis.json"):
+        assert command("--analyse")[0] == 1
+        assert {file: file.read_bytes() for file in out.iterdir()} == before
+        monkeypatch.setattr(files.os, "replace", lambda part, file: full() if file.name == "analysis.json" else part.unlink())
 
 
 def test_failures_are_one_line(command, tmp_path, capsys):

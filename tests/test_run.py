@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 import run
+from graphs import capture
 from graphs.masks import BODIES
 from minicast import bench, command, probe
 from minicast.command import Choice
@@ -83,7 +84,7 @@ def spy(monkeypatch):
         ("--verifier", ["lucky"]),
         ("--attention", ["flush"]),
         ("--dtype", ["int4"]),
-        ("--device", ["toaster", "meta", "cuda:99"]),
+        ("--device", ["toaster", "meta", "cuda:99", "cpu:1"]),
     ],
 )
 def test_refuses_bad_values_before_loading(cli, monkeypatch, flag, values):
@@ -93,6 +94,17 @@ def test_refuses_bad_values_before_loading(cli, monkeypatch, flag, values):
         status, out, err = cli(flag, value)
         assert (status, out) == (2, "") and flag in err
         assert err.count("\n") == 1 and err.startswith("run.py: ")
+
+
+def test_a_gpu_that_is_not_there_is_refused(cli, monkeypatch):
+    """By its number, whatever the machine has; one that is there is taken."""
+    for count, device, there in ((0, "cuda", False), (0, "cuda:0", False), (1, "cuda:1", False), (2, "cuda:1", True)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        if there:
+            assert command.Placement.choose(device, "float32").device == torch.device(device)
+            continue
+        said = f"run.py: --device {device}: torch sees {count} CUDA devices; try --device cpu\n"
+        assert cli("--device", device) == (2, "", said)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +153,7 @@ DECODING = [  # flags, the option that must reach the decoder, its value there
     (("--temperature", "0.5"), "temperature", 0.5),
     (("--top-k", "9"), "top_k", 9),
     (("--top-p", "0.3"), "top_p", 0.3),
+    (("--top-p", "1"), "top_p", 1.0),
     (("--seed", "11"), "seed", 11),
     (("--rank-cap", "2"), "rank_cap", 2),
     (("--rank-cap", "none"), "rank_cap", None),
@@ -174,6 +187,7 @@ def test_draft_vocabulary_reaches_the_head(cli, spy, models):
         status, _, err = cli("--draft-vocabulary", "3")
         assert status == 0 and "listed" not in err
         assert "--draft-vocabulary 5: 4 tokens are listed beside the head" in cli("--draft-vocabulary", "5")[2]
+        assert cli("--draft-vocabulary", "4")[2] == err  # as many as there are
         assert cli("--draft-vocabulary", "3")[0] == 0
     finally:
         file.unlink()
@@ -182,7 +196,7 @@ def test_draft_vocabulary_reaches_the_head(cli, spy, models):
     form, beyond = 'must hold {"tokens": [different token ids', "holds ids beyond the target's vocabulary of 256"
     for damaged, told in (
         ('{"ids": [1]}', form), ('{"tokens": []}', form), ('{"tokens": ["a"]}', form), ('{"tokens": 7}', form),
-        ('{"tokens": [1, -1, 2]}', form), ('{"tokens": [5, 6, 5]}', form), ('{"tokens": [1, 99999, 2]}', beyond),
+        ('{"tokens": [1, -1, 2]}', form), ('{"tokens": [5, 6, 5]}', form), ('{"tokens": [1, 256, 2]}', beyond),
     ):
         file.write_text(damaged)
         status, _, err = cli("--draft-vocabulary", "3")
@@ -201,6 +215,8 @@ def test_explain_and_reprobe(cli, monkeypatch):
     measure = probe.measure
     monkeypatch.setattr(probe, "measure", lambda *known: probed.append(0) or measure(*known))
     few = ("--raw", "--max-new-tokens", "4")
+    assert cli(*few)[0] == 0
+    probed.clear()
     status, text, err = cli(*few, "--reprobe")
     assert status == 0 and len(probed) == 1 and "costs on" not in err
     for flags in ((), ("--width", "round"), ("--method", "ar")):
@@ -275,6 +291,9 @@ def test_model_flags_reach_the_loaders(cli, spy, models, monkeypatch):
         loaded.clear()
         assert cli("--device", "cpu", *flags)[0] == 0
         assert loaded == [("target", models[0], torch.float32, "cpu")]
+    loaded.clear()
+    assert cli("--device", "cpu", "--method", "dflash", "--width", "0")[0] == 0  # the chain has no width
+    assert [kind for kind, *_ in loaded] == ["draft", "target"]
 
 
 def parser_actions():
@@ -326,6 +345,7 @@ def test_streams_the_decoded_text(cli, expected, method):
     for word in ("tok/s", "ms a token", "committed", "accepted", "lengths", "peak", "stopped: length"):
         assert word in err
     assert f"of {method}" in err and "Traceback" not in err and "\033" not in out + err
+    assert 50 < int(err.split("memory   ")[1].split(" MB at peak")[0]) < 50_000  # of this process, which has torch in it
 
 
 def test_json_is_one_object(cli, expected, models):
@@ -336,9 +356,22 @@ def test_json_is_one_object(cli, expected, models):
     assert [R - 1 for R in answer["round_lengths"]][:-1] == answer["accepted"][:-1]  # the last may be cut
     assert answer["method"] == "cast" and answer["stop_reason"] == "length" and models[0] in answer["weights"]
     assert answer["ms_per_token"] == pytest.approx(answer["decode_seconds"] * 1e3 / 40)
+    assert answer["placement"] == "float32 on cpu" and 50e6 < answer["peak_memory_bytes"] < 50e9
     asked = {"seed": 3, "top_k": None, "temperature": 0.5, "attention": "static", "compiled": False}
     out = cli("--raw", "--json", "--seed", "3", "--temperature", "0.5", "--attention", "static")[1]
     assert asked.items() <= json.loads(out)["options"].items()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_json_tells_whether_layers_ran_compiled(cli, monkeypatch, works):
+    """Not whether that was asked for: times of the two are not to be compared. A shape may fail where another works."""
+    def fails(*_):
+        raise torch._dynamo.exc.TorchDynamoException("no such kernel")
+
+    monkeypatch.setattr(capture.CompiledLayer, "_compile", lambda self, function, *_, **__: function if works else fails)
+    monkeypatch.setattr(capture.CompiledLayer, "works", lambda self: True)
+    out = cli("--raw", "--json", "--max-new-tokens", "2", "--method", "ar", "--compile")[1]
+    assert json.loads(out)["options"]["compiled"] is works
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
@@ -508,6 +541,9 @@ def test_show_tree_lists_every_round(cli, expected):
     blocks = out.split("round ")[1:]
     assert status == 0 and out.endswith(with_newline(expected[0]))
     assert all("N = 5, R = " in block for block in blocks)
+    assert out.startswith("prefill: ") and [int(block.split(":")[0]) for block in blocks] == [*range(1, len(blocks) + 1)]
+    trees = out.removesuffix(with_newline(expected[0])).splitlines()  # the text comes once, after them
+    assert all(line.startswith(("prefill: ", "round ")) or line[:8].strip().startswith("0.") for line in trees)
     nodes = [line for line in out.splitlines() if line[:8].strip().startswith("0.") and line.endswith("'")]
     assert len(nodes) == 5 * len(blocks)
 
@@ -523,7 +559,17 @@ def test_figures_of_an_answer():
         "stopped: eos",
     ):
         assert words in text
-    assert answer.figures()["mean_committed_per_round"] == 2 and answer.text == "abc"
+    assert "prompt to last token 2.00 s" in text and answer.text == "abc"
+    assert answer.figures() == {
+        "text": "abc", "token_ids": [], "stop_reason": "eos", "method": "cast", "width": 15, "prompt_tokens": 10,
+        "round_lengths": [3, 1, 2], "accepted": [2, 0, 2], "widths": [15, 15, 15], "mean_committed_per_round": 2,
+        "mean_accepted_per_round": pytest.approx(4 / 3), "ms_per_token": pytest.approx(200), "prefill_seconds": 0.5,
+        "decode_seconds": 1.4, "wall_seconds": 2.0,
+    }
+    answer.width = 1000  # as asked for, before it was cut
+    assert "3 of cast (N = 15)" in answer.lines()[2]
+    answer.width, answer.output.widths = "auto", [7, 0, 7]
+    assert "3 of cast (N = auto: 7 in 2 rounds, 0 in 1 rounds)" in answer.lines()[2]
 
 
 def test_figures_of_an_answer_interrupted_in_its_first_round():
@@ -550,6 +596,8 @@ def test_compare_prints_all_methods(cli, expected):
     status, out, _ = cli("--raw", "--max-new-tokens", "9", "--compare", "--json")
     records = json.loads(out)
     assert status == 0 and [record["output"]["token_ids"] for record in records] == [expected[1][:9]] * 3
+    out = cli("--raw", "--max-new-tokens", "9", "--compare", "--json", "--width", "3")[1]
+    assert [record["arm"] for record in json.loads(out)] == ["ar", "dflash", "cast N=3"]
     assert cli("--raw", "--max-new-tokens", "0", "--compare")[0] == 0
 
 
@@ -567,16 +615,17 @@ def test_compare_fails_on_a_real_departure(cli, monkeypatch):
     assert status == 1 and "the top-two gap there is" in out
 
 
+@pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (UserError("not finite"), 1)], ids=["Ctrl-C", "error"])
 @pytest.mark.parametrize("at, texts", [(2, 0), (5, 2)], ids=["warming up", "third method"])
-def test_compare_interrupted_shows_what_there_is(cli, expected, monkeypatch, at, texts):
-    """Ctrl-C: methods that were finished with their figures, or else the text so far."""
+def test_compare_interrupted_shows_what_there_is(cli, expected, monkeypatch, at, texts, error, code):
+    """Methods that were finished with their figures, or else the text so far."""
     calls, measure = [], bench.measure
 
     def interrupted(decoder, *arguments):
         calls.append(arguments)
         if len(calls) > at:
             decoder.output = Output(expected[1][:3])  # it was on its way
-            raise KeyboardInterrupt
+            raise error
         return measure(decoder, *arguments)
 
     for flags in ([], ["--json"]):
@@ -584,7 +633,8 @@ def test_compare_interrupted_shows_what_there_is(cli, expected, monkeypatch, at,
         monkeypatch.setattr(bench, "measure", interrupted)
         status, out, err = cli("--raw", "--max-new-tokens", "40", "--compare", *flags)
         missing = "cast N=auto" if texts else "ar, dflash, cast N=auto"
-        assert status == 130 and f"run.py: stopped, not measured: {missing}\n" in err
+        assert status == code and f"run.py: stopped, not measured: {missing}\n" in err
+        assert ("run.py: not finite\n" in err) == (code == 1)
         if flags:
             assert [record["arm"] for record in json.loads(out)] == ["ar", "dflash"][:texts]
         else:
@@ -675,6 +725,21 @@ def test_names_that_are_none_are_refused_before_loading(capsys, models, tmp_path
             assert run.main(["-p", "x", *flags]) == 2
             err = capsys.readouterr().err
             assert word in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("target", ["smollm2", None])
+def test_a_head_that_is_named_is_the_one_that_drafts(models, target):
+    """Whether or not the target has a known one, which is the default alone."""
+    assert Choice.of(target, models[1], torch.device("cpu"), drafts=True).draft == models[1]
+    assert Choice.of(target, None, torch.device("cpu"), drafts=True).draft == "smollm2"
+
+
+def test_the_mode_of_the_template_is_compared_with_the_heads(cli, spy, monkeypatch):
+    """See below."""
+    noted = []
+    monkeypatch.setattr(Choice, "note_thinking", lambda self, program, enabled: noted.append((program, enabled)))
+    cli(), cli("--enable-thinking")
+    assert noted == [("run.py", False), ("run.py", True)]
 
 
 @pytest.mark.parametrize("pair, enabled, words", [

@@ -133,6 +133,7 @@ def test_nucleus_of_exact_ties_ends_at_the_lower_ids():
         (SamplingParams(1.0, top_p=0.51), [1, 2, 3, 5, 6]),
         (SamplingParams(1.0, top_k=3), [1, 2, 3]),
         (SamplingParams(1.0, top_k=3, top_p=0.4), [1, 2]),
+        (SamplingParams(1.0, top_k=4, top_p=0.5), [1, 2]),  # these reach it exactly
     ):
         assert (shape_logits(logits, params)[0] > -torch.inf).nonzero()[:, 0].tolist() == kept
 

@@ -504,6 +504,15 @@ def test_pace_compares_with_ar():
     assert pace.correction == pytest.approx(1.2 / 0.9)
 
 
+def test_pace_compares_with_the_last_few_by_their_median():
+    """One drafted round that was held up is no comparison, and what was long before is none either."""
+    pace = Pace()
+    for excess in (*[9.0] * 20, *[2.0] * (NEIGHBOURS - 1), 50.0):
+        pace.observe(True, excess)
+    pace.observe(False, 1.0), pace.observe(False, 1.0)
+    assert list(pace.ratios) == [2.0]
+
+
 def test_pace_compares_within_an_answer():
     """An answer that ends after the first of the two: what follows belongs to another minute, and AR is not stuck."""
     pace = Pace()
@@ -569,6 +578,11 @@ def test_paying_width_against_all_widths():
 
         N = paying_width(masses, times, draft_ms, rate)
         assert surplus(N) >= max(map(surplus, range(len(masses) + 1))) - 1e-9
+
+
+def test_a_node_that_just_pays_is_kept():
+    """As by Theorem 2: what is as good either way is verified."""
+    assert paying_width([0.5, 0.25], [10.0, 11.0, 11.5], draft_ms=0.0, rate=0.5) == 2
 
 
 def test_round_widths_pay_off_in_the_long_run():
@@ -646,6 +660,16 @@ def test_pauses_begin_short_again_after_a_good_stretch():
     for _ in range(10):
         back_off.after_draft(4, 2.0)
     assert back_off.purse == BANK and pause() == k
+
+
+def test_a_pair_that_pays_has_short_pauses_in_each_answer():
+    """Failures in a row are one text's: they do not make the next one's pauses longer."""
+    back_off, record = BackOff(), SimpleNamespace(recorded=2.3, promised=2.3, break_even=1.8)
+    for _ in range(3):
+        back_off.begin(record)
+        while back_off.drafting:
+            back_off.after_draft(1, 2.0)
+        assert back_off.ar_tokens_left == ceil(1 / RECORDED_TRY_SHARE)
 
 
 def test_pace_leaves_out_what_was_drafted_before_a_pause():
