@@ -24,6 +24,8 @@ def fault(tree: Tree, vocabulary: int) -> str | None:
     fields = (tree.tokens, tree.parents, tree.depths, tree.log_mass)
     if not all(isinstance(values, torch.Tensor) and values.dim() == 1 for values in fields):
         return "its fields must be tensors of one dimension"
+    if all(len(values) == 0 for values in fields):
+        return None  # whatever its type: torch.tensor([]) is of floats
     if any(values.dtype not in (torch.int32, torch.int64) for values in fields[:3]):
         return "tokens, parents and depths must be whole numbers, of 32 or 64 bits"
     N = tree.width
@@ -31,8 +33,6 @@ def fault(tree: Tree, vocabulary: int) -> str | None:
         return "its fields have different lengths"
     if N > MAX_WIDTH:
         return f"it has {N} nodes, {MAX_WIDTH} at most can be packed"
-    if N == 0:
-        return None
     if bool(((tree.parents < -1) | (tree.parents >= torch.arange(N, device=tree.parents.device))).any()):
         return "a parent must come before its children; -1 is the root"
     above = torch.where(tree.parents < 0, 0, tree.depths[tree.parents.clamp(min=0)])

@@ -70,7 +70,7 @@ class Options:
         chooses = is_policy(N) or N in ("auto", "round") or (is_integer(N) and N >= 0)
         rules = {  # a list of names, for what is no name need not be hashable
             "method": (callable(self.method) or self.method in [*METHODS], f"one of {', '.join(METHODS)}, or a function"),
-            "width": (chooses, f"auto, round, a whole number from 0 to {MAX_WIDTH} or a policy"),
+            "width": (chooses, f"auto, round, one of 0 to {MAX_WIDTH}, or an object with width, keep and observe"),
             "max_new_tokens": (is_integer(most) and most >= 0, "a whole number of at least 0"),
             "rank_cap": (K is None or (is_integer(K) and K >= 1), "at least 1, or none to keep all ranks"),
             "verifier": (self.verifier in ("direct", "stochastic"), "direct or stochastic"),
@@ -85,7 +85,7 @@ class Options:
     def sampling(self) -> SamplingParams:
         """What concerns the target's law and its choices."""
         try:
-            return SamplingParams(self.temperature, self.top_k, self.top_p, self.seed)
+            return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
         except ValueError as error:
             raise UsageError(str(error)) from error
 
@@ -359,7 +359,7 @@ class Decoder:
         tree = self.graphs.run(
             ("propose", method, width, request.rank_cap),
             lambda: propose(state, replace(request, custom=False), (), width),  # a check reads the tree on the host
-            state.buffers(), f"{method.__name__} of width {width}",
+            state.buffers(), f"{getattr(method, '__name__', 'method')} of width {width}",
         )
         state.drafted = state.prefix  # a replay counts nothing on the host, and recording counted too often
         return tree.to(state.P.device, copy=True)
@@ -367,7 +367,7 @@ class Decoder:
     def _first(self, tree: Tree, count: int) -> Tree:
         """Its first `count` nodes, by a policy's choice. Where rounds are padded, the pack must hold no others."""
         if not (isinstance(count, Integral) and 0 <= count <= tree.width):
-            raise UsageError(f"a policy keeps 0 to {tree.width} nodes of a tree of {tree.width}, not {count}")
+            raise UsageError(f"a policy keeps a whole number of nodes, here 0 to {tree.width}, not {count!r}")
         kept = tree.first(count)
         if count < tree.width and self.state.buckets:
             pack(self.state, kept)
