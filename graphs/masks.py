@@ -36,10 +36,15 @@ def matrix(visible: Tensor | str, rows: Tensor) -> Tensor:
 
 
 class Body:
-    """What all bodies hand on: `layer`, which runs a layer compiled (see `graphs.capture`); None runs it as it is
-    written. A prompt chunk always runs so: it may have any length, and compiling for each would take longer
-    than it saves.
+    """What all bodies have, beside a `window` like `LiveSlice.window`.
+
+    Attributes:
+        static: no shape and no value that a window holds depends on the host, so that a graph can hold its pass
+        layer: runs a layer compiled (see `graphs.capture`); None runs it as it is written. A prompt chunk is never
+            compiled: it may have any length, and compiling for each would take longer than it saves
     """
+
+    static = False
 
     def __init__(self, layer: Callable | None = None):
         self.layer = layer
@@ -47,8 +52,6 @@ class Body:
 
 class LiveSlice(Body):
     """Scaled dot-product attention over the P + n slots in use: the default on a CPU."""
-
-    static = False
 
     def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:
         """Lay n rows after the prefix.
