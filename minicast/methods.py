@@ -79,7 +79,7 @@ def best_tree(proposal: Proposal, log_q: Tensor, width: int, rank_cap: int | Non
     return device_tree(tokens, log_q, width, kept_pairs(width, tokens.shape[1], tokens.device))
 
 
-# Made on the host, so before a graph is captured, and kept as long as a graph may read them.
+# Made on the host, so in a warm-up, before a graph is recorded; kept as long as a graph may read them.
 kept_pairs = lru_cache(maxsize=None)(candidate_pairs)
 
 
