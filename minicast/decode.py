@@ -267,7 +267,7 @@ class Decoder:
             started, opened = started + away, opened and opened + away
             width, began = clamp_width(policy.width), time.perf_counter()
             tree = self.propose(request, token_ids, width)  # 1 draft 2 propose 3 pack
-            tree = self._first(tree, policy.keep(tree))
+            tree = self._kept(tree, policy.keep(tree))
             opened = opened or clock(self.target.device)
             settled = Settled.read(self.settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
             state.commit(settled.tokens, request.tap)
@@ -364,7 +364,7 @@ class Decoder:
         state.drafted = state.prefix  # a replay counts nothing on the host, and recording counted too often
         return tree.to(state.P.device, copy=True)
 
-    def _first(self, tree: Tree, count: int) -> Tree:
+    def _kept(self, tree: Tree, count: int) -> Tree:
         """The `count` best nodes, which a policy keeps. Where rounds are padded, the pack must hold no others."""
         if not (isinstance(count, Integral) and 0 <= count <= tree.width):
             raise UsageError(f"a policy keeps a whole number of nodes, here 0 to {tree.width}, not {count!r}")
