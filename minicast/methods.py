@@ -25,11 +25,11 @@ class Proposal:
 
     Attributes:
         token_ids: prompt and answer so far; the last one is the pending root b
-        width: N asked for; a method may return fewer nodes, on the host at least
+        width: N asked for; a method may return fewer nodes, but replayed from a graph always as many
         rank_cap: K, ranks kept at each position; None keeps all
-        draft: runs the drafter on [b, mask × L] -> log q (L, V); call it at most once. Given a depth, it scores no
+        draft: runs the drafter on [b, mask × L] -> log q (L, V), a pass at each call. Given a depth, it scores no
             position beyond: on a small target the LM head at one position costs more than a layer of the drafter
-        static: build with fixed shapes only
+        static: shapes of the round are fixed; a method that a graph is to hold must build with fixed ones, too
         device: of the models
     """
 

@@ -1,8 +1,8 @@
 """One round: the static state and the two functions over it (paper, §3.4 and Appendix C).
 
 Symbols: P committed positions in both caches, b pending root (emitted, in neither cache), L block depth, N nodes
-proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a round, F = taps·H feature width,
-S cache slots, V vocabulary.
+proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a round, S cache slots, V vocabulary,
+F = taps·H width of the features, the outputs of the target's layers that the drafter taps.
 
     `propose`   1 draft, 2 propose, 3 pack
     `settle`    4 verify, 5 walk, 6 commit
