@@ -11,7 +11,7 @@ import sys
 
 from minicast.program import INTERRUPTED, Parser, at_least, compile_flags, model_flags, sampling_flags, start
 
-METHODS = ("ar", "dflash", "cast")
+METHODS = ("ar", "dflash", "cast")  # of `minicast.methods`, which imports torch, for which --help should not wait
 OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "rank_cap", "verifier")  # of the decoder
 ASKED = (*OPTIONS, "attention", "draft_vocabulary")  # told beside the figures
 

@@ -72,7 +72,7 @@ class CompiledLayer:
         """As `Layer.forward`: x (B, T, H) -> (B, T, H)."""
         one = x.shape[1] == 1 and x.dtype != torch.float32  # tuning takes a while, and float32 is not for speed
         compiled = self.open if window.live is not None else self.one if one else self.many
-        compiled = Layer.forward if layer.self_attn.o_proj.packed else compiled  # by another decoder, in between
+        compiled = Layer.forward if layer.self_attn.o_proj.packed else compiled  # packed again by another decoder
         return self._run(compiled, Layer.forward, layer, x, rope, cache, window)
 
     def remember(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair, slots: Tensor) -> None:
@@ -88,7 +88,7 @@ class CompiledLayer:
 
     def _compile(self, function: Callable, options: dict | None = None, **how) -> Callable:
         def inductor(graph, inputs):
-            from torch._inductor.compile_fx import compile_fx  # takes a second, which others need not wait
+            from torch._inductor.compile_fx import compile_fx  # imported here: it takes a second
 
             with tqdm(total=1, desc="compile", leave=False, disable=None):
                 compiled = compile_fx(graph, inputs, config_patches=options)

@@ -10,8 +10,8 @@ prefix, and of the new rows those that `visible` (n, n) marks:
 A body turns that into a `Window`. `LiveSlice` reads only the slots that exist and needs the host's P.
 `FullCache` reads the whole cache under an explicit mask and depends on the device's P alone, so that it could
 be captured; it is slower, and the oracle for the others. `Flex` is what a GPU runs: the mask is a function
-that the attention kernel calls, and the blocks of the cache that hold nothing are never read. None knows what
-the rows mean.
+that the attention kernel calls, and the blocks of the cache that hold nothing are never read. No body knows
+what the rows mean.
 """
 
 from collections.abc import Callable
@@ -36,10 +36,15 @@ def matrix(visible: Tensor | str, rows: Tensor) -> Tensor:
 
 
 class Body:
-    """What all bodies hand on: `layer`, which runs a layer compiled (see `graphs.capture`); None runs it as it is
-    written. A prompt chunk always runs so: it may have any length, and compiling for each would take longer
-    than it saves.
+    """What all bodies have, beside a `window` like `LiveSlice.window`.
+
+    Attributes:
+        static: no shape and no value that a window holds depends on the host, so that a graph can hold its pass
+        layer: runs a layer compiled (see `graphs.capture`); None runs it as it is written. A prompt chunk is never
+            compiled: it may have any length, and compiling for each would take longer than it saves
     """
+
+    static = False
 
     def __init__(self, layer: Callable | None = None):
         self.layer = layer
@@ -47,8 +52,6 @@ class Body:
 
 class LiveSlice(Body):
     """Scaled dot-product attention over the P + n slots in use: the default on a CPU."""
-
-    static = False
 
     def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:
         """Lay n rows after the prefix.
@@ -127,7 +130,7 @@ class Flex(Body):
         self.masks: dict[tuple, BitMask] = {}
 
     def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:
-        """As `LiveSlice.window`. Windows of one shape share buffers: each call ends the use of the last."""
+        """As `LiveSlice.window`. Windows of one shape share buffers: each call overwrites the last one's mask."""
         if visible is CAUSAL and self.layer:
             return LiveSlice().window(P, prefix, offsets, visible, slots)
         n = offsets.shape[0]
@@ -226,7 +229,7 @@ def packed_bits(visible: Tensor) -> Tensor:
 def flex(q: Tensor, keys: Tensor, values: Tensor, mask: BitMask) -> Tensor:
     """q (1, Hq, n, D) over keys and values (1, Hkv, S, D) -> (1, Hq, n, D).
 
-    A single fold is folded, too: the kernel must be given a view. Of a q that is computed, Inductor reads the strides
+    A single fold is folded, too, so that the kernel is given a view: of a q just computed, Inductor reads the strides
     before it decides them, and heads and rows change places (torch 2.13, `create_flex_decoding_kernel`).
     """
     q = q[0].unflatten(1, (mask.folds, -1)).transpose(0, 1)  # (folds, Hq, n / folds, D)

@@ -90,7 +90,7 @@ def note_idle_flags(program: str, arguments: argparse.Namespace, methods: Sequen
         idle["at temperature 0"] = ["top_k", "top_p", "verifier"]
         if program == "run.py":  # elsewhere the seed has other uses
             idle["at temperature 0"].append("seed")
-    if "cast" not in methods:
+    if set(methods) <= {"ar", "dflash"}:
         idle[f"on {' and '.join(methods)}, only on cast"] = ["width", "widths", "rank_cap"]
     if not drafts:
         verifier = ["verifier"] if arguments.temperature > 0 else []  # else it is named above

@@ -24,6 +24,8 @@ def fault(tree: Tree, vocabulary: int) -> str | None:
     fields = (tree.tokens, tree.parents, tree.depths, tree.log_mass)
     if not all(isinstance(values, torch.Tensor) and values.dim() == 1 for values in fields):
         return "its fields must be tensors of one dimension"
+    if all(len(values) == 0 for values in fields):
+        return None  # whatever its type: torch.tensor([]) is of floats
     if any(values.dtype not in (torch.int32, torch.int64) for values in fields[:3]):
         return "tokens, parents and depths must be whole numbers, of 32 or 64 bits"
     N = tree.width
@@ -31,13 +33,13 @@ def fault(tree: Tree, vocabulary: int) -> str | None:
         return "its fields have different lengths"
     if N > MAX_WIDTH:
         return f"it has {N} nodes, {MAX_WIDTH} at most can be packed"
-    if N == 0:
-        return None
     if bool(((tree.parents < -1) | (tree.parents >= torch.arange(N, device=tree.parents.device))).any()):
         return "a parent must come before its children; -1 is the root"
     above = torch.where(tree.parents < 0, 0, tree.depths[tree.parents.clamp(min=0)])
     if bool((tree.depths != above + 1).any()):
         return "a node's depth must be its parent's plus one, 1 below the root"
+    if bool(tree.log_mass.isnan().any()):  # further on it would be taken for the drafter's
+        return "a log mass is not a number"
     real = tree.log_mass > -torch.inf  # `pack` leaves out what a builder of fixed shape adds where candidates run out
     children = list(zip(tree.parents[real].tolist(), tree.tokens[real].tolist()))
     if len(set(children)) < len(children):  # Theorem 3 counts on it

@@ -43,8 +43,8 @@ class Options:
     Attributes:
         method: "ar", "dflash", "cast", or a function from `Proposal` to `Tree`
         width: N for "cast", 0..127; 0 is "ar"; "auto": one that pays on this machine, found by a probe that is
-            kept on disk; "round": likewise, for each round; both fall back on AR where drafting does not pay;
-            or a policy of your own, see `policy.Policy`
+            kept on disk; "round": likewise, for each round; both fall back on AR where drafting does not pay, but
+            give a method of your own one width throughout; or a policy of your own, see `policy.Policy`
         max_new_tokens: exact bound on new tokens; 0 gives none
         temperature, top_k, top_p, seed: see `minicast.sampling`; temperature 0 is greedy
         stop_ids: ids that end the answer; the one reached is emitted
@@ -68,9 +68,9 @@ class Options:
         N, K, ids, most = self.width, self.rank_cap, self.stop_ids, self.max_new_tokens
         listed = isinstance(ids, Collection) and not isinstance(ids, (str, bytes))
         chooses = is_policy(N) or N in ("auto", "round") or (is_integer(N) and N >= 0)
-        rules = {  # a list of names, for what is no name need not be hashable
+        rules = {  # names are looked up in a list: what is no method may not be hashable
             "method": (callable(self.method) or self.method in [*METHODS], f"one of {', '.join(METHODS)}, or a function"),
-            "width": (chooses, f"auto, round, a whole number from 0 to {MAX_WIDTH} or a policy"),
+            "width": (chooses, f"auto, round, one of 0 to {MAX_WIDTH}, or an object with width, keep and observe"),
             "max_new_tokens": (is_integer(most) and most >= 0, "a whole number of at least 0"),
             "rank_cap": (K is None or (is_integer(K) and K >= 1), "at least 1, or none to keep all ranks"),
             "verifier": (self.verifier in ("direct", "stochastic"), "direct or stochastic"),
@@ -85,7 +85,7 @@ class Options:
     def sampling(self) -> SamplingParams:
         """What concerns the target's law and its choices."""
         try:
-            return SamplingParams(self.temperature, self.top_k, self.top_p, self.seed)
+            return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
         except ValueError as error:
             raise UsageError(str(error)) from error
 
@@ -97,7 +97,7 @@ class Output:
     Attributes:
         token_ids: new tokens only, EOS included if reached
         round_lengths: R of every round, counted after cuts; the first token comes from the prefill, not a round
-        widths: N of every round; a body of fixed shapes counts what fills up a tree where candidates run out
+        widths: N of every round; where shapes are fixed, with the nodes of no mass that fill up a tree
         stop_reason: "eos", "length" or "context"
         prefill_seconds: prompt to first token, the drafter's prefill included
         decode_seconds: the paper's timer (Appendix D): opens after prefill and, where something is drafted, after
@@ -234,14 +234,14 @@ class Decoder:
         output.reused = self._begin(token_ids, room, request)
         emitted = [self._first_token(token_ids, request)]
         output.prefill_seconds = clock(self.target.device) - started
-        opened = None if request.tap else clock(self.target.device)
+        opened = None if request.tap else clock(self.target.device)  # None: opens after the first draft
         tree, settled, began = None, Settled([], [], emitted[0]), started
         while True:
             fault = FAULTS.get(emitted[-1])
             if fault:
                 self.reset()  # not-a-number left in a cache would survive masking
             emitted, ended = cut(emitted, room - len(output.token_ids), wanted.stop_ids)  # 7 emit
-            emitted = emitted[:-1] if emitted[-1] in FAULTS else emitted  # or it was cut
+            emitted = emitted[:-1] if emitted[-1] in FAULTS else emitted  # a fault is no token; it may be cut
             token_ids += emitted
             output.token_ids += emitted
             if len(token_ids) < state.prefix:  # what was cut must not be inherited by a next turn
@@ -250,7 +250,7 @@ class Decoder:
                 output.round_lengths.append(len(emitted))
                 output.widths.append(tree.width)
                 output.decode_seconds = time.perf_counter() - opened  # reading the outcome waited for the device
-                if not fault:  # whose masses may be NaN
+                if not fault:  # else the tree's masses may be NaN
                     policy.observe(tree.width, len(emitted), time.perf_counter() - began)
             paused = time.perf_counter()
             output.wall_seconds = paused - started
@@ -267,14 +267,14 @@ class Decoder:
             started, opened = started + away, opened and opened + away
             width, began = clamp_width(policy.width), time.perf_counter()
             tree = self.propose(request, token_ids, width)  # 1 draft 2 propose 3 pack
-            tree = self._first(tree, policy.keep(tree))
+            tree = self._kept(tree, policy.keep(tree))
             opened = opened or clock(self.target.device)
             settled = Settled.read(self.settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
             state.commit(settled.tokens, request.tap)
             emitted = settled.tokens[1:] + [settled.next_token]
 
     def _policy(self, options: Options, prompt_tokens: int, new_tokens: int) -> Policy:
-        """What chooses each round's width, see `minicast.policy`. The first of a deployment measures costs."""
+        """What chooses each round's width, see `minicast.policy`. "auto" and "round" may have to measure costs."""
         if is_policy(options.width):
             return options.width
         if isinstance(options.width, Integral):
@@ -289,7 +289,7 @@ class Decoder:
         return self.deployment.policy(options, custom, prompt_tokens, new_tokens)
 
     def request(self, options: Options, drafts: bool) -> Request:
-        """What the rounds need of `options`; drafts: the width is not 0 for good."""
+        """What the rounds need of `options`; drafts: false where the width is 0 throughout."""
         method = options.method if callable(options.method) else METHODS[options.method]
         if method is best_first and not drafts:
             method = no_tree
@@ -359,15 +359,15 @@ class Decoder:
         tree = self.graphs.run(
             ("propose", method, width, request.rank_cap),
             lambda: propose(state, replace(request, custom=False), (), width),  # a check reads the tree on the host
-            state.buffers(), f"{method.__name__} of width {width}",
+            state.buffers(), f"{getattr(method, '__name__', 'method')} of width {width}",
         )
         state.drafted = state.prefix  # a replay counts nothing on the host, and recording counted too often
         return tree.to(state.P.device, copy=True)
 
-    def _first(self, tree: Tree, count: int) -> Tree:
-        """Its first `count` nodes, by a policy's choice. Where rounds are padded, the pack must hold no others."""
+    def _kept(self, tree: Tree, count: int) -> Tree:
+        """The `count` best nodes, which a policy keeps. Where rounds are padded, the pack must hold no others."""
         if not (isinstance(count, Integral) and 0 <= count <= tree.width):
-            raise UsageError(f"a policy keeps 0 to {tree.width} nodes of a tree of {tree.width}, not {count}")
+            raise UsageError(f"a policy keeps a whole number of nodes, here 0 to {tree.width}, not {count!r}")
         kept = tree.first(count)
         if count < tree.width and self.state.buckets:
             pack(self.state, kept)

@@ -127,7 +127,7 @@ def explain_round(
 
 
 def round_lines(seen: Seen, step: Round, method: str, verifier: str, token_text: TokenText) -> Iterator[Line]:
-    """The round's seven steps, each with its meaning; method and verifier are keys of PROPOSES and CHOOSES."""
+    """The round's seven steps, each with its meaning; the verifier is a key of CHOOSES."""
 
     def name(token: int) -> str:
         return repr(token_text(token))
@@ -143,7 +143,7 @@ def round_lines(seen: Seen, step: Round, method: str, verifier: str, token_text:
         draft_lines(seen, name),
     )
     tree = step.tree.real()
-    yield from titled("2 propose", PROPOSES[method], propose_lines(seen, tree, name))
+    yield from titled("2 propose", PROPOSES.get(method, "what the method returns"), propose_lines(seen, tree, name))
     yield from titled(
         "3 pack", "a row sees the cached prefix, its ancestors and itself, # (paper, Appendix C Packed verification)",
         mask_lines(seen, [seen.root, *tree.tokens.tolist()], name),

@@ -28,7 +28,7 @@ class Policy(Protocol):
         """How many of the first nodes of the tree proposed are verified."""
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
-        """A round verified `width` nodes, committed R tokens, after cuts, and took so long from draft to commit."""
+        """A round verified `width` nodes, committed R tokens, after cuts, and took `seconds` from draft to commit."""
 
 
 def is_policy(width) -> bool:
@@ -66,7 +66,7 @@ class AutoWidth:
         return self.best if self.back_off.drafting else 0
 
     def keep(self, tree: Tree) -> int:
-        """All of it. Nobody waits for its masses: a copy to pinned memory is there when the round's outcome is."""
+        """All of it. Nobody waits for its masses: their copy to pinned memory is there when the round's outcome is."""
         log_mass = tree.log_mass
         self._log_mass = torch.empty_like(log_mass, device="cpu", pin_memory=log_mass.is_cuda)
         self._log_mass.copy_(log_mass, non_blocking=True)
@@ -85,10 +85,10 @@ class RoundWidth:
 
     It reads the tree's masses on the host, on a GPU one wait a round more.
 
-    times: round_times, as far as costs are known: no tree is wider; all of them after the same proposal
+    times: round_times up to the widest tree whose cost is known; from N = 1 on they hold the same proposal
     draft_ms: the part that a round has spent when its masses are known
     rate: tokens a ms that the decoder makes otherwise, the price of time
-    look: shown masses and depths of every proposed tree, to learn from them; these trees are as wide as can be
+    look: is shown masses and depths of every proposed tree, to learn from them; these trees are as wide as can be
     """
 
     times: Sequence[float]
@@ -108,7 +108,7 @@ class RoundWidth:
         if tree.width == 0:
             return 0
         masses, depths = torch.stack((tree.log_mass.exp(), tree.depths.float())).tolist()
-        if isnan(masses[0]):  # as the best: it stays, so that `settle` reports it
+        if isnan(masses[0]):  # NaN ranks first; it is kept, so that `settle` reports it
             return tree.width
         if self.look:
             self.look(masses, depths)

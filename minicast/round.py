@@ -1,8 +1,8 @@
 """One round: the static state and the two functions over it (paper, §3.4 and Appendix C).
 
 Symbols: P committed positions in both caches, b pending root (emitted, in neither cache), L block depth, N nodes
-proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a round, F = taps·H feature width,
-S cache slots, V vocabulary.
+proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a round, S cache slots, V vocabulary,
+F = taps·H width of the features, the outputs of the target's layers that the drafter taps.
 
     `propose`   1 draft, 2 propose, 3 pack
     `settle`    4 verify, 5 walk, 6 commit
@@ -45,7 +45,7 @@ class Request:
 
     Attributes:
         method: proposes each round's tree
-        rank_cap: K
+        rank_cap: K, ranks kept at each depth; None keeps all
         params: how the target's choice is made
         stochastic: by the paper's verifier rather than the direct walk
         custom: not a method of ours, so its trees are checked
@@ -86,9 +86,9 @@ class State:
             bool, the pack: row 0 is the root, parents are packed rows, a padding row is its own parent and sees
             only itself; written by `pack`, read by `settle`
         cached_ids: token ids of the committed positions, for reuse by a prompt that starts with them
-        static: nothing below reads a host value that changes from round to round
-        visits: the target chooses only at the rows that the walk visits. So on a CPU, where each choice costs a pass over
-            the vocabulary and host reads are free; elsewhere all rows choose at once, and the walk waits for no host
+        static: shapes are fixed, and no pass of a round depends on a host value that changes between rounds
+        visits: the target chooses only at the rows that the walk visits: on a CPU, where each choice costs a pass over
+            the vocabulary and host reads are free. Elsewhere all rows choose at once, so that the walk needs no host
     """
 
     def __init__(self, target: Target, draft: DraftHead | None, body):
@@ -186,12 +186,12 @@ def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
     """Commit the prompt's ids beyond the cached prefix, chunk by chunk -> logits (1, V) after its last token."""
     target, length = state.target, len(token_ids)
     bar = tqdm(desc="prompt", total=length, initial=state.prefix, unit=" tokens", delay=1, leave=False, disable=None)
-    with bar:  # on a terminal, where it takes longer than a second
+    with bar:  # it shows itself on a terminal, once a second is over
         while state.prefix < length:
             chunk = list(token_ids[state.prefix : state.prefix + PREFILL_ROWS])
             tokens, taps = torch.tensor([chunk], device=target.device), state.draft.taps if tap else ()
             hidden, features = target(tokens, state.target_cache, state.window(state.rows[: len(chunk)], CAUSAL), taps)
-            if tap:  # before they are counted: interrupted in between, the next turn would trust what is not there
+            if tap:  # before `commit` counts them: after Ctrl-C in between, the next turn would read what is not there
                 state.features[:, state.prefix : state.prefix + len(chunk)] = features
             state.commit(chunk, tap)
             state.P.fill_(state.prefix)

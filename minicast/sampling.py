@@ -55,7 +55,7 @@ class SamplingParams:
 
 
 def is_integer(value) -> bool:
-    """Of any type, numpy's too; true and false are none."""
+    """Whether it is a whole number, of any type, numpy's too; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -97,8 +97,8 @@ def shape_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         return torch.full_like(logits, -torch.inf).scatter(1, greedy, 0.0)
 
     # Subtracting the largest logit first keeps any temperature from overflowing, and keeps the differences
-    # between the likely tokens exact. The bounds: beyond them the law is the limit already, and fp32 can hold
-    # the quotient.
+    # between the likely tokens exact. The bounds on T keep the quotient within fp32; beyond them the law is that
+    # of the limit already.
     temperature = min(max(params.temperature, 1e-30), 1e30)
     shaped = (logits - logits.amax(dim=1, keepdim=True)).div_(temperature)
     top_p = 1.0 if params.top_p is None else params.top_p

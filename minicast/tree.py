@@ -109,8 +109,8 @@ def top_ranked(log_q: torch.Tensor, ranks: int | None) -> tuple[torch.Tensor, to
 def best_first_tree(log_q: torch.Tensor, width: int, rank_cap: int | None = RANK_CAP) -> Tree:
     """The `width` prefixes of largest mass under log_q (L, V), of the `rank_cap` best tokens at each depth.
 
-    Fewer where fewer have any mass. `rank_cap=None` is uncapped: a token of rank r comes after r siblings, so
-    only the best `width` tokens of a depth can ever be in the tree.
+    Fewer where fewer have any mass. Scores other than log q must be at most 0, too. `rank_cap=None` is uncapped: a
+    token of rank r comes after r siblings, so only the best `width` tokens of a depth can ever be in the tree.
     """
     if width < 0:
         raise ValueError(f"a tree has 0 nodes or more, not {width}")
@@ -152,10 +152,9 @@ def expand(ranked: list[list[float]], width: int) -> tuple[torch.Tensor, torch.T
     row by row: depth first, then rank. So comparing slots is comparing (depth, rank), and a heap of (cost,
     slot, parent), with cost the negative log mass, pops in the order of this file, ties and all.
 
-    A popped node puts two others on the heap: its next sibling and its first child. No node misses its turn
-    by arriving so late, not even among ties: it was put there by its better sibling or, a first child, by its
-    parent, and the order has either before it. The paper pushes all K children at each pop, for the same
-    tree.
+    A popped node puts two others on the heap: its next sibling and its first child. So late an arrival costs no
+    node its turn, not even among ties: the node that puts it there, its better sibling or its parent, comes
+    before it in the order anyway. The paper pushes all K children at each pop, for the same tree.
     """
     stride = len(ranked[0]) + 1 if ranked else 1
     # Infinite costs, as another column and row, stand for a sibling past the last rank and a child too deep.

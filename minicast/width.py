@@ -5,9 +5,9 @@ of width N commits 1 + g(N) tokens a round, g(N) = rho_1 + ... + rho_N, and a ro
 
     l(N) = draft + h(N) + target(1 + N) milliseconds,
 
-h being what packing and gathering cost, and scoring one more of the block's positions while the tree may reach it. The
-next node takes l(N+1) - l(N), and in that time the decoder would have produced so many tokens times its throughput
-f(N) = (1 + g(N)) / l(N). So it is worth adding, if and only if
+h(N) being what packing and gathering cost and, up to N = L, scoring one more of the block's L positions a node. The
+next node takes l(N+1) - l(N), and in that time the decoder, at its throughput f(N) = (1 + g(N)) / l(N), would have
+produced f(N) · (l(N+1) - l(N)) tokens. So it is worth adding, if and only if
 
     rho_(N+1) >= f(N) · (l(N+1) - l(N)).
 
@@ -182,7 +182,7 @@ def decide(
     """N* with its reasons.
 
     The scores rank candidates well and promise too much. So where it is known how often rounds accepted the
-    candidate of each rank, that decides between drafting and AR; how wide to draft, the masses do (paper).
+    candidate of each rank, that decides between drafting and AR; how wide to draft is left to the masses (paper).
 
     chain_masses: those of the top-1 prefix at each depth, 1 to L, or the shares accepted
     accepted: shares by rank, as long as masses

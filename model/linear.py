@@ -3,7 +3,7 @@
 On a CPU a decoding step is a few rows against every weight, so time is the bytes of weights streamed. Published
 checkpoints store 16 bits a weight; holding 32 doubles the stream for nothing. Where 16 bits lose nothing, a float32
 layer therefore holds them in one of two layouts; each weight is widened as it streams, and products and sums are
-float32. Nothing holds both at once.
+float32. No layer holds both at once.
 
 - `pack`, what a loaded model has: the layout of the half-precision FBGEMM kernel, which needs no compiler. Half
   precision has a narrower exponent than bfloat16, so weights are first scaled by a power of two, which is undone on
@@ -12,7 +12,7 @@ float32. Nothing holds both at once.
 - `to_panels`, what compiled layers read: panels of bfloat16 or half precision, and for a few input rows
   `panel_product`, of which a compiler makes one loop over the weights. Without a compiler it would be slow.
 
-It does not train: a packed layer has no `weight` any more.
+The layer does not train: once packed, it has no `weight` any more.
 """
 
 import ctypes
@@ -30,9 +30,9 @@ HALF_TOP = 14  # largest weight is scaled into [2^14, 2^15): half precision over
 SLICE = 4096  # rows checked at a time, so that the check needs little memory beside the weights
 
 FEW_ROWS = 16  # input rows up to which one loop over the weights is faster than widening them first
-PANEL = 16  # outputs that it computes side by side: a register of float32, or two
+PANEL = 16  # outputs that the loop computes side by side: a register of float32, or two
 STREAMS = 4  # panels that it reads at a time, if the sums of all rows over them fit into registers
-SUMS = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 4  # that do, PANEL wide
+SUMS = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 4  # sums, PANEL wide, that fit
 
 
 class Linear(nn.Module):
@@ -76,7 +76,7 @@ class Linear(nn.Module):
             self.weight = None
 
     def to_panels(self) -> None:
-        """Replace the packed weights, if they are, by panels, in 16 bits where that loses nothing."""
+        """Replace the weights, if they are packed, by panels, in 16 bits where that loses nothing."""
         if self.packed is not None:
             rows = F.pad(narrow(self.packed.weight()), (0, 0, 0, -self.out_features % PANEL))
             panels = rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
@@ -141,8 +141,8 @@ def panel_product(x: Tensor, panels: Tensor) -> Tensor:
     """x (M, K) float32, M ≤ FEW_ROWS; panels (P, K, PANEL) of any width -> (M, P·PANEL). To be compiled on a CPU.
 
     Each row of x is a sum of its own over the same K: that is what makes Inductor fuse them in one loop, where a slice
-    of a panel is loaded and widened once for all rows, and sums stay in registers, as far as these suffice. One row alone waits for
-    memory, and less so if it reads several panels at a time; a few rows wait for the sum before, and less so then, too.
+    of a panel is loaded and widened once for all rows, and sums stay in registers, as far as these suffice. A single
+    row waits for memory, a few rows wait for the sum before; both wait less where several panels are read at a time.
     """
     # as_strided puts x into memory: without it, Inductor computes x again in every turn of the loop.
     rows = x.as_strided(x.shape, x.stride()).unbind()

@@ -35,7 +35,7 @@ class Window:
             lower triangle, where T is `live`; None: every row sees all `live` slots; what `body` reads, if there is one
         live: slots that exist for this pass, a host int that bounds what is read. None: the whole cache is
             read and `mask` is (T, S), so that nothing depends on a host value
-        body: attention over (q, keys, values, mask); None: scaled dot-product attention
+        body: attention as `dot_product_attention` below, which None is: (q, keys, values, `mask`) -> (B, Hq, T, D)
         layer: runs one layer, (layer, x, rope, cache, window) -> x; None: as it is written here
     """
 
@@ -216,7 +216,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def remember(self, x: Tensor, rope: Pair, cache: Pair, slots: Tensor) -> None:
-        """Keep the keys and values of x (B, T, H), which asks nothing itself, in `slots` (T,) int64 of the cache.
+        """Keep the keys and values of x (B, T, H) in `slots` (T,) int64 of the cache; these rows attend to nothing.
 
         rope, cache: as for `Attention.forward`
         """

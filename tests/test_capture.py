@@ -6,6 +6,8 @@ graph, and gives a wrong token the next round; and an operation that a graph can
 recorded. Tokens are compared exactly in float32 with fixed seeds: no false alarms.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +20,8 @@ from minicast.back_off import Pace
 from minicast.bench import Arm, warm_up
 from minicast.curve import MassCurve
 from minicast.decode import Options
-from minicast.methods import METHODS, capturable
+from minicast.methods import METHODS, best_tree, capturable
+from minicast.policy import FixedWidth
 from minicast.probe import LEARNED, Costs, Deployment, Passes
 from minicast.round import BUCKETS, COMPILED_BUCKETS, Settled, pack, prefill, propose, settle
 from minicast.tree import candidate_pairs, device_tree, top_ranked
@@ -246,9 +249,34 @@ def test_a_capturable_method_of_ones_own_is_replayed(models):
         return device_tree(*top_ranked(proposal.draft() - 0.3, 4), 15, pairs)
 
     decoder, prompt = replaying(target, draft), prompt_of(6)
-    out = decoder.generate(prompt, method=hesitant, width=15, max_new_tokens=30)
-    assert out.token_ids == autoregressive(target, prompt, 30).token_ids
-    assert {key[0] for key in decoder.graphs.captured} == {"propose", "settle"}
+    expected = autoregressive(target, prompt, 30).token_ids
+    for method in (hesitant, capturable(partial(hesitant))):  # an object has no name to show
+        decoder.graphs.clear()
+        assert decoder.generate(prompt, method=method, width=15, max_new_tokens=30).token_ids == expected
+        assert {key[0] for key in decoder.graphs.captured} == {"propose", "settle"}
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_scores_of_ones_own_make_a_tree_wherever_a_round_runs(models, replayed):
+    """`best_tree` builds by the heap or, in a graph, on the device: the method need not know which, nor that a policy may
+    ask for no node at all."""
+    target, draft = models
+
+    @capturable
+    def warmer(proposal):
+        scores = (proposal.draft(3) / 2.0).log_softmax(-1)
+        return best_tree(proposal, scores, proposal.width, proposal.rank_cap)
+
+    class Alternating(FixedWidth):
+        def observe(self, width, committed, seconds):
+            self.width = 15 - width
+
+    decoder = replaying(target, draft) if replayed else Decoder(target, draft)
+    rounds = decoder.stream(prompt_of(6), method=warmer, width=Alternating(15), max_new_tokens=20)
+    trees = [step.tree for step in rounds][1:]
+    assert decoder.output.token_ids == autoregressive(target, prompt_of(6), 20).token_ids
+    assert {tree.width for tree in trees[::2]} == {15} and {tree.width for tree in trees[1::2]} == {0}
+    assert max(int(tree.depths.max()) for tree in trees[::2]) <= 3
 
 
 def test_trees_yielded_are_the_callers_own(models):

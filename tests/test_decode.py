@@ -5,6 +5,7 @@ own continuation (an oracle) with planted decoys and errors. All targets are flo
 are exact; the seeds are fixed, so there are no false alarms.
 """
 
+import re
 import time
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from graphs.masks import BODIES
 from minicast import Decoder, generate
 from minicast.back_off import BackOff
 from minicast.custom_method import check_tree
-from minicast.methods import best_first
+from minicast.methods import METHODS, best_first
 from minicast.policy import AutoWidth, FixedWidth
 from minicast.round import Settled, State, pack, prefill, read_features
 from minicast.tree import Tree, best_first_tree
@@ -88,6 +89,7 @@ def test_a_draft_vocabulary_bounds_what_is_proposed_and_changes_no_text(body, pa
     ("same token", dict(tokens=torch.tensor([5, 5]), parents=torch.tensor([-1, -1]), depths=torch.tensor([1, 1]))),
     ("whole numbers", dict(parents=torch.tensor([-1.0, 0.0]))), ("whole numbers", dict(tokens=torch.tensor([True, False]))),
     ("one dimension", dict(tokens=torch.tensor([[5], [6]]))), ("one dimension", dict(tokens=[5, 6])),
+    ("not a number", dict(log_mass=torch.tensor([0.0, torch.nan]))),
 ])  # fmt: skip
 def test_a_tree_that_would_change_the_text_is_refused(words, change):
     """A wrong depth gives wrong positions, and so another text without a word."""
@@ -789,9 +791,10 @@ def test_nodes_that_a_policy_does_not_keep_are_not_verified(body):
     assert policy.heard == [(1, 2)] * 14
 
 
-@pytest.mark.parametrize("kept", [-1, 16, None, 1.0])
+@pytest.mark.parametrize("kept", [-1, 16, None, 1.0, torch.tensor(7)], ids=str)
 def test_a_policy_that_keeps_no_possible_number_is_refused(models, kept):
-    with pytest.raises(UsageError, match="a policy keeps 0 to 15 nodes"):
+    """Told as it is: a tensor of 7 that reads "not 7" says nothing."""
+    with pytest.raises(UsageError, match=re.escape(f"a whole number of nodes, here 0 to 15, not {kept!r}")):
         Decoder(*models).generate(prompt_of(9), width=Fixed(15, kept), max_new_tokens=30)
 
 
@@ -802,9 +805,27 @@ def test_what_is_no_policy_is_refused(models):
         def observe(self, width, committed, seconds):
             pass
 
-    for width in (WithoutKeep(), Fixed):  # a class is not its instance
-        with pytest.raises(UsageError, match="width must be auto, round, a whole number from 0 to 127 or a policy"):
+    for width in (WithoutKeep(), Fixed):  # a class is not its instance; what it lacks is in the message
+        with pytest.raises(UsageError, match="width must be auto, round, one of 0 to 127, or an object with width, keep and observe"):
             Decoder(*models).generate(prompt_of(9), width=width, max_new_tokens=3)
+
+
+def test_a_method_that_proposes_nothing_need_not_say_of_which_type(models):
+    """A drafter finds nothing, and `torch.tensor([])` is of floats."""
+    nothing = torch.tensor([])
+    out = Decoder(models[0]).generate(prompt_of(5), method=lambda _: Tree(*[nothing] * 4), width=3, max_new_tokens=6)
+    assert out.token_ids == autoregressive(models[0], prompt_of(5), 6).token_ids and set(out.widths) == {0}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_method_of_ones_own_may_have_a_name(models, monkeypatch, body):
+    """In METHODS, too, it is not one of ours: its trees may be deeper than the drafter's block. Taken for ours, a path was
+    committed that had been cut there, in another text without a word."""
+    target, draft = models
+    expected = autoregressive(target, prompt_of(9), 30).token_ids
+    monkeypatch.setitem(METHODS, "known", oracle(expected, 9, depth=DEPTH + 5))
+    out = Decoder(target, draft, attention=body).generate(prompt_of(9), method="known", width=15, max_new_tokens=30)
+    assert out.token_ids == expected and max(out.round_lengths) == DEPTH + 6
 
 
 @pytest.mark.parametrize("body", BODIES)

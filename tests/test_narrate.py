@@ -10,7 +10,7 @@ import torch
 
 import run
 from graphs.masks import BODIES
-from minicast import Decoder, narrate
+from minicast import Decoder, methods, narrate
 from minicast.narrate import Seen, Watcher
 from minicast.round import Settled
 from minicast.tree import Tree, best_first_tree, chain_tree
@@ -144,6 +144,14 @@ def tell(names, capsys):
         return status, captured.out, captured.err
 
     return call
+
+
+def test_a_named_method_of_ones_own_is_told_too(tell, monkeypatch):
+    """What it proposes has no sentence here; its tree and the rest of the round have."""
+    monkeypatch.setitem(methods.METHODS, "last", lambda proposal: best_first_tree(proposal.draft()[-1:], proposal.width))
+    monkeypatch.setattr(run, "METHODS", (*run.METHODS, "last"))
+    status, out, err = tell("1", "--method", "last", "--width", "3")
+    assert status == 0 and "2 propose: what the method returns" in out and "7 emit" in out and "no effect" not in err
 
 
 @pytest.mark.parametrize("method, width", METHODS)

@@ -251,11 +251,6 @@ def test_a_best_width_at_the_end_of_what_was_measured_may_not_be_the_best():
         assert probe.wants_more(costs, masses, ()) == more
 
 
-def test_costs_are_those_of_the_middle_of_an_answer(target, draft):
-    deployment = Deployment(Decoder(target, draft))
-    assert [deployment.prefix_for(*sizes) for sizes in ((200, 112), (200, 114), (500, 12))] == [256, 512, 512]
-
-
 def test_nothing_is_probed_twice(target, draft, table):
     """Neither by this decoder, nor by the next, nor by another process: costs are on disk."""
     ship(draft)

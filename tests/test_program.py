@@ -383,7 +383,8 @@ def test_bench_names_flags_without_effect(capsys):
     note_idle_flags("bench", Namespace(temperature=0.0, changed=changed), ["ar"], drafts=False)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and not any("--seed" in line for line in lines)
-    note_idle_flags("bench", Namespace(temperature=0.0, changed={"seed", "widths"}), ["ar", "cast"], drafts=True)
+    for method in ("cast", "of one's own"):
+        note_idle_flags("bench", Namespace(temperature=0.0, changed={"seed", "widths"}), ["ar", method], drafts=True)
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError):
         bench.run(bench.parse_arguments(["--gpu-check", "--shape", "nope", "--limit", "3", "--eager"]), [])
