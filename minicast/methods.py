@@ -45,7 +45,10 @@ Method = Callable[[Proposal], Tree]
 
 
 def capturable(method: Method) -> Method:
-    """Marks a method that a CUDA graph can hold. Replayed, its trees are not checked: that would read them on the host."""
+    """Marks a method that a CUDA graph can hold, and that drafts in every round.
+
+    Replayed, its trees are not checked: that would read them on the host.
+    """
     method.capturable = True
     return method
 
