@@ -74,6 +74,8 @@ class FakeHub(BaseHTTPRequestHandler):
         if repo == "org/gated":  # the hub shows everyone what a gated repository holds, but hands out no file
             return self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
         path = "/".join(parts[4:])
+        if path not in files:
+            return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
         etag = f'"{list(files).index(path):040x}"'
         return self.answer(200, files[path], {"X-Repo-Commit": COMMIT, "ETag": etag})
 
@@ -212,8 +214,12 @@ def test_refusals_are_one_line_with_the_repository_and_a_way_out(server, tmp_pat
 def test_unreachable_hub_and_unwritable_cache(server, tmp_path):
     """No network, or no place to write: the message says which, not that the repository does not exist."""
     single = [("org/single", "target")]
-    [(state, message)] = resolve_elsewhere(single, tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
-    assert state == "ERROR" and "org/single" in message and "network" in message
+    hand_made_snapshot(tmp_path, "org/partly", ("config.json", "tokenizer.json"))  # as of a tool that reads no weights
+    both = [*single, ("org/partly", "target")]
+    for (name, _), (state, message) in zip(both, resolve_elsewhere(both, tmp_path, HF_ENDPOINT="http://127.0.0.1:9")):
+        assert state == "ERROR" and name in message and "check the name and the network" in message
+    [(state, message)] = resolve_elsewhere(both[1:], tmp_path, HF_HUB_OFFLINE="1")
+    assert state == "ERROR" and "org/partly" in message and "HF_HUB_OFFLINE" in message
     (tmp_path / "file").write_text("")
     [(state, message)] = resolve_elsewhere(
         single, tmp_path / "file" / "cache", HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}"
@@ -281,9 +287,9 @@ def test_default_pair_never_surprises_with_a_download(monkeypatch):
     """A GPU alone is no reason to fetch gigabytes: both halves must be cached, else a hint says what they
     cost."""
     assert hub.default_pair(cuda=False) == (hub.known_pair("smollm2"), None)
-    for cached in ((), ("target",), ("draft",)):
+    for cached in ((), ("target",), ("draft", "tokenizer")):
         monkeypatch.setattr(hub, "cached_snapshot", lambda repo, kind: Path("/x") if kind in cached else None)
         pair, hint = hub.default_pair(cuda=True)
-        assert pair.name == "smollm2" and "--model qwen3-4b" in hint and "GB" in hint
+        assert pair.name == "smollm2" and "--model qwen3-4b" in hint and "a download of 9.1 GB" in hint
     monkeypatch.setattr(hub, "cached_snapshot", lambda repo, kind: Path("/x"))
     assert hub.default_pair(cuda=True) == (hub.known_pair("qwen3-4b"), None)
