@@ -22,6 +22,9 @@ SINGLE = {
     "generation_config.json": b"{}",
     "tokenizer.json": b"{}",
     "tokenizer_config.json": b"{}",
+    "special_tokens_map.json": b"{}",
+    "added_tokens.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
     "model.safetensors": b"weights " * 1000,
 }
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -169,6 +172,10 @@ def test_download_fetches_what_is_needed_and_a_second_start_asks_nobody(server, 
     copied = hand_made_snapshot(
         tmp_path, "org/copied", ("config.json", "tokenizer.json", "model.safetensors")
     )
+    (tmp_path / "models--org--absent" / ".no_exist" / COMMIT).mkdir(parents=True)  # as of a tool that found none
+    (tmp_path / "models--org--absent" / ".no_exist" / COMMIT / "config.json").touch()
+    (tmp_path / "models--org--absent" / "refs").mkdir()
+    (tmp_path / "models--org--absent" / "refs" / "main").write_text(COMMIT)
     offline = [*names, ("org/copied", "target"), ("org/copied", "tokenizer"), ("org/absent", "target")]
     answers = resolve_elsewhere(offline, tmp_path, HF_HUB_OFFLINE="1")
     assert answers[:2] == first[:2] and answers[4:6] == [("OK", str(copied))] * 2
@@ -246,6 +253,8 @@ def test_directories_files_and_what_is_neither(tmp_path, monkeypatch):
     (tmp_path / "weights.safetensors").write_bytes(b"")
     assert hub.resolve(tmp_path, "target") == tmp_path
     assert hub.resolve("org/name", "target") == Path("org/name")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.resolve("~/org/name", "target") == tmp_path / "org" / "name"  # no shell has spoken where flags are quoted
     for name in ("/no/such/place", "./nothing", "../nothing", "~/nothing-here", "~nobody-here/x", "a/b/c", "nothing/", ".x",
                  "models/a--b", "模型/目录", "x/y.git", "x/y-", "x/llama-3.", "x/" + 97 * "a"):
         with pytest.raises(UserError, match="no such directory") as error:
@@ -258,10 +267,20 @@ def test_directories_files_and_what_is_neither(tmp_path, monkeypatch):
             hub.resolve(name, "target")
 
 
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_a_broken_index_is_not_downloaded_again(tmp_path, index):
+    """The loader names it."""
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert hub.missing_files(tmp_path, "target") == []
+
+
 def test_known_names_stand_for_target_head_and_tokenizer(monkeypatch):
     """One name is right for all three loads, whatever its case."""
     monkeypatch.setattr(hub, "cached_snapshot", lambda repo, kind: Path("/cache") / repo / kind)
-    monkeypatch.setattr(default_model, "default_model", lambda progress: Path("/cache/default"))
+    builds = []
+    monkeypatch.setattr(default_model, "default_model", lambda progress: builds.append(progress) or Path("/cache/default"))
+    assert hub.resolve("smollm2", "target", print) == Path("/cache/default") and builds == [print]
     assert hub.resolve("smollm2", "target") == hub.resolve("SmolLM2", "tokenizer") == Path("/cache/default")
     assert hub.resolve("smollm2", "draft") == hub.HEADS / "smollm2-135m-dflash"
     assert hub.resolve("Qwen3-8B", "target") == Path("/cache/Qwen/Qwen3-8B/target")

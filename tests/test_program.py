@@ -213,11 +213,22 @@ def test_a_file_that_cannot_be_written_whole_leaves_no_part(tmp_path, failure):
     assert getattr(caught.value, "filename", str(tmp_path / "file")) == str(tmp_path / "file")
 
 
-def test_a_file_where_none_can_be_is_named_as_it_was_given(tmp_path):
-    """Not by the name of its part, which nobody knows."""
-    with pytest.raises(FileNotFoundError) as caught:
-        write_atomically(tmp_path / "nowhere" / "file", "text")
-    assert caught.value.filename == str(tmp_path / "nowhere" / "file")
+@pytest.mark.parametrize("name", ["nowhere/file", "file/file", 250 * "x"])
+def test_a_file_where_none_can_be_is_named_as_it_was_given(tmp_path, name):
+    """Not by the name of its part, which nobody knows, and which is not removed either."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as caught:
+        write_atomically(tmp_path / name, "text")
+    assert caught.value.filename == str(tmp_path / name)
+
+
+def test_a_file_that_is_being_read_stays_as_it_was(tmp_path):
+    """It is replaced, and not written over, at any moment of which the writer may be killed."""
+    (tmp_path / "file").write_text("old")
+    with open(tmp_path / "file") as reader:
+        write_atomically(tmp_path / "file", "new")
+        assert reader.read() == "old"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["new"]
 
 
 def test_without_torch_every_program_says_what_to_install(monkeypatch, capsys):
