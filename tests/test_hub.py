@@ -287,6 +287,7 @@ def test_known_names_stand_for_target_head_and_tokenizer(monkeypatch):
     assert hub.resolve("qwen3-8b", "draft") == Path("/cache/z-lab/Qwen3-8B-DFlash-b16/draft")
     assert hub.resolve("qwen3-8b", "tokenizer") == Path("/cache/Qwen/Qwen3-8B/tokenizer")
     assert hub.source("smollm2", "target") == default_model.SOURCE
+    assert hub.source("smollm2-hub", "target") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert hub.source("smollm2", "draft") == "model/heads/smollm2-135m-dflash"
     assert hub.source("qwen3-8b", "draft") == "z-lab/Qwen3-8B-DFlash-b16"
 
@@ -312,3 +313,13 @@ def test_default_pair_never_surprises_with_a_download(monkeypatch):
         assert pair.name == "smollm2" and "--model qwen3-4b" in hint and "a download of 9.1 GB" in hint
     monkeypatch.setattr(hub, "cached_snapshot", lambda repo, kind: Path("/x"))
     assert hub.default_pair(cuda=True) == (hub.known_pair("qwen3-4b"), None)
+
+
+def test_the_default_model_is_local_once_it_is_built(monkeypatch, tmp_path):
+    monkeypatch.setenv("MINICAST_CACHE", str(tmp_path))
+    built = tmp_path / default_model.DIRECTORY
+    built.mkdir()
+    for name in default_model.FILES:
+        assert not hub.is_local(hub.known_pair("smollm2"))
+        (built / name).touch()
+    assert hub.is_local(hub.known_pair("smollm2"))
