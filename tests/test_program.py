@@ -18,8 +18,8 @@ from minicast.command import guarded, note_idle_flags
 from minicast.decode import Decoder
 from minicast.program import Parser
 from model import train_dflash
-from model.errors import UserError
-from model.files import save_tensors, write_atomically
+from model.errors import UsageError, UserError
+from model.files import check_file, claim, read_text, save_tensors, write_atomically
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 ROOT = Path(run.__file__).parent
@@ -229,6 +229,42 @@ def test_a_file_that_is_being_read_stays_as_it_was(tmp_path):
         write_atomically(tmp_path / "file", "new")
         assert reader.read() == "old"
     assert [path.read_text() for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_file_that_cannot_be_read_is_told_by_its_cause(tmp_path, monkeypatch):
+    """A name that is wrong is a mistake in the flags; a disk that fails is none."""
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match="cannot read .*latin: it is not UTF-8") as caught:
+        read_text(tmp_path / "latin")
+    assert caught.type is UserError
+    for name, cause in ("none", "No such file"), ("", "Is a directory"), ("latin/x", "Not a directory"):
+        with pytest.raises(UsageError, match=f"cannot read .*: {cause}"):
+            read_text(tmp_path / name)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **how: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(UserError, match="cannot read .*latin: Input/output error") as caught:
+        read_text(tmp_path / "latin")
+    assert caught.type is UserError
+
+
+def test_a_place_where_nothing_can_be_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    check_file(tmp_path / "new" / "deep" / "file", "--out")
+    with pytest.raises(UsageError, match="--out .*: .*file is a file: name a directory"):
+        check_file(tmp_path / "file" / "deep" / "file", "--out")
+    with pytest.raises(UserError, match="cannot write to .*file/x: Not a directory"):
+        claim(tmp_path / "file" / "x", {"a": 1})
+
+
+def test_notes_of_a_directory_may_change(tmp_path):
+    """Its settings may not: the answers in there are of these."""
+    claim(tmp_path, {"a": 1}, {"width": 3})
+    claim(tmp_path, {"a": 1}, {"width": 4})
+    claim(tmp_path, {"a": 1, "width": 4})
+    with pytest.raises(UsageError, match="holds answers of a 1, width 4: give the same flags again"):
+        claim(tmp_path, {"a": 1, "width": 3})
+    (tmp_path / "settings.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="settings.json is damaged"):
+        claim(tmp_path, {"a": 1})
 
 
 def test_without_torch_every_program_says_what_to_install(monkeypatch, capsys):
