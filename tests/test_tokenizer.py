@@ -207,6 +207,16 @@ def test_streaming_keeps_the_spaces_of_sentencepiece_tokens(tmp_path):
         assert "".join(pieces(tokenizer, ids, cuts)) == tokenizer.decode(ids)
 
 
+def test_a_long_answer_is_not_decoded_anew_for_each_token(tmp_path, monkeypatch):
+    """Its time would grow with the square of its length."""
+    tokenizer, decoded = save(tmp_path), []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    text = 20 * "plain é "
+    assert "".join(pieces(tokenizer, tokenizer.encode(text), range(1, 180))) == text
+    assert max(decoded) <= 4
+
+
 def test_streamed_text_does_not_depend_on_how_ids_are_grouped(tmp_path):
     """Rounds of different lengths must show one text, even of bytes that are no UTF-8, which this decoder turns into
     replacement characters by the run."""

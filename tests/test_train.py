@@ -151,8 +151,8 @@ def test_half_of_a_label_is_what_the_target_held_probable():
     head = LossHead.of(torch.eye(256), {7, 8, 9})
     soft = torch.tensor([8, 9, 100]).expand(11, 3)
     reading = Reading(torch.randn(71, 64).bfloat16(), soft.int(), torch.tensor([0.3, 0.1, 0.6]).expand(11, 3).half())
-    batch = make_batch([(example, reading, torch.tensor([9, 0]))], 2, head, "cpu")
-    share = {token: batch.shares[0, 1, 0][batch.labels[0, 1, 0] == head.row[token]].sum().item() for token in (7, 8, 9)}
+    batch = make_batch([(example, reading, torch.tensor([0, 9]))], 2, head, "cpu")
+    share = {token: batch.shares[0, 0, 0][batch.labels[0, 0, 0] == head.row[token]].sum().item() for token in (7, 8, 9)}
     assert share == pytest.approx({7: 0, 8: 0.5 + 0.375, 9: 0.125}, abs=1e-3)  # 8 came after place 0
     assert batch.features.shape[1] >= batch.anchors.max() == 69
     assert torch.equal(batch.features[0, :69], reading.features[:69])
