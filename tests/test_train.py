@@ -313,12 +313,12 @@ def test_the_head_with_the_best_tree_is_kept(tmp_path, target, monkeypatch):
     assert "| 3.00 / 1.00 |" in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("begun", [0, 1200])
+@pytest.mark.parametrize("begun", [0, 600])
 @pytest.mark.parametrize("cost", [6, 60])
 def test_a_run_is_validated_and_saved_in_time(tmp_path, target, monkeypatch, cost, begun):
-    """Every six minutes, less often where it costs more than a tenth of the time, and at the end, which is saved. A run
-    that goes on does not begin by it."""
-    clock, events, trainer = [0.0], [], small_trainer(tmp_path, target, minutes=40)
+    """Four times or every six minutes, less often where it costs more than a tenth of the time, and at the end. What it finds is saved
+    at once: a killed run would else go on with a lower R to beat. A run that goes on does not begin by it."""
+    clock, events, trainer = [0.0], [], small_trainer(tmp_path, target, minutes=20)
 
     def take(seconds, name):
         events.append((name, trainer.progress.seconds))
@@ -336,14 +336,14 @@ def test_a_run_is_validated_and_saved_in_time(tmp_path, target, monkeypatch, cos
     trainer.run()
     validated = [at for name, at in events if name == "validate"]
     saved = [at for name, at in events if name == "save"]
-    between = max(360, 10 * cost)
-    assert validated[0] == begun + 360
+    between = max(300, 10 * cost)
+    assert validated[0] == begun + 300
     assert all(between <= after - before - cost < between + 30 for before, after in zip(validated, validated[1:-1]))
     names = [name for name, _ in events]
-    assert len(names) - names[::-1].index("step") < len(names) - names[::-1].index("validate")  # no step is left unseen
-    assert all(120 <= after - before < 150 + cost for before, after in zip([begun, *saved], saved[:-1]))
-    assert saved[-1] == trainer.progress.seconds
-    assert names.count("adopt") == len(validated)
+    assert names[-3:] == ["validate", "adopt", "save"]  # no step is left unseen
+    assert all(names[at : at + 3] == ["validate", "adopt", "save"] for at, name in enumerate(names) if name == "validate")
+    assert all(after - before < 150 + cost for before, after in zip([begun, *saved], saved))
+    assert len(saved) < 2 + (1200 - begun) / 120 + len(validated)
 
 
 def test_a_resumed_run_keeps_the_mask_token(tmp_path, target):

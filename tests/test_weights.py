@@ -191,8 +191,8 @@ def test_loaders_by_name(tmp_path, load, write, pack):
     model = load(write(tmp_path / "model", **tied), torch.float64, "cpu", lambda *step: seen.append(step), pack)
     assert seen[-1][0] == seen[-1][1] and not model.training
     assert {parameter.dtype for parameter in model.parameters()} <= {torch.float64}
-    packed = load(tmp_path / "model", device="cpu") if pack else model
-    assert (packed.layers[0].mlp.gate_up_proj.weight is None) == pack
+    laid_out = load(tmp_path / "model", device="cpu", **({} if pack else {"pack": False}))
+    assert (laid_out.layers[0].mlp.gate_up_proj.weight is None) == pack
     assert getattr(model, "directory", tmp_path / "model") == tmp_path / "model"
     write(tmp_path / "model", head_dim=15)
     with pytest.raises(UserError, match=f"^{tmp_path / 'model'}.*: head_dim 15 is odd"):
