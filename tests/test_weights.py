@@ -185,11 +185,13 @@ def test_a_linear_is_packed_when_its_last_piece_is_there(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("load, write", [(load_target, write_tiny_target), (load_draft, write_tiny_draft)])
-def test_loaders_by_name(tmp_path, load, write, pack):
+def test_loaders_by_name(tmp_path, monkeypatch, load, write, pack):
     """What they are asked for reaches the weights, packing by default; a tied head is found, a mistake has its place."""
-    seen, tied = [], {"tie_word_embeddings": True}
+    seen, tied, kinds = [], {"tie_word_embeddings": True}, set()
+    monkeypatch.setattr("model.load.resolve", lambda name, kind, progress: kinds.add(kind) or name)
     model = load(write(tmp_path / "model", **tied), torch.float64, "cpu", lambda *step: seen.append(step), pack)
     assert seen[-1][0] == seen[-1][1] and not model.training
+    assert kinds == {"target" if load is load_target else "draft"}
     assert {parameter.dtype for parameter in model.parameters()} <= {torch.float64}
     laid_out = load(tmp_path / "model", device="cpu", **({} if pack else {"pack": False}))
     assert (laid_out.layers[0].mlp.gate_up_proj.weight is None) == pack
