@@ -472,6 +472,9 @@ def test_a_head_of_somebody_elses_is_not_overwritten(tmp_path, name):
     with pytest.raises(UsageError, match=f"out holds {name} of another head: move it away"):
         prepare(flags().parse_args(command.split()))
     assert (tmp_path / "out" / name).read_text() == "mine" and not (tmp_path / "out.training").exists()
+    (tmp_path / "out.training").mkdir()  # as of a run that ended before its first checkpoint
+    with pytest.raises(UsageError, match="of another head"):
+        prepare(flags().parse_args(command.split()))
     (tmp_path / "out" / name).unlink()
     trainer = prepare(flags().parse_args(command.split()))
     trainer.step = None  # killed before the first update
@@ -683,23 +686,53 @@ def test_numbers_that_make_no_head_are_refused(flags_given):
 
 
 @pytest.mark.parametrize(
-    "flags_given",
+    "flags_given, words",
     [
-        "", "--responses {}/none.jsonl", "--prompts {}/none.jsonl", "--responses {}/few.jsonl",
-        "--target {}/empty --templates 2", "--init {}/nowhere --templates 2",
-        "--responses {}/few.jsonl --taps 1,9", "--responses {}/few.jsonl --layers 3",
+        ("", "nothing to learn from"),
+        ("--responses {}/none.jsonl", "cannot read"),
+        ("--prompts {}/none.jsonl", "cannot read"),
+        ("--responses {}/few.jsonl", "too few with 8 of each file"),
+        ("--target {}/empty --templates 2", "holds no config.json"),
+        ("--init {}/nowhere --templates 9", "no such directory"),
+        ("--responses {}/few.jsonl --held-out 1 --layers 1 --taps 1,2", "--taps 2: the target's layers are 0 to 1"),
+        ("--responses {}/few.jsonl --held-out 1 --layers 3", "--layers 3: .* it has 2"),
+        ("--responses {}/few.jsonl --held-out 1 --init {}/wide", "does not fit this target: its hidden size is 64"),
+        ("--responses {}/few.jsonl --held-out 1 --out {}/few.jsonl/head", "is a file: name a directory"),
+        ("--responses {}/few.jsonl --held-out 1 --out .", "give the directory a name of its own"),
     ],
 )
-def test_a_start_that_fails_leaves_nothing_behind(tmp_path, flags_given):
+def test_a_start_that_fails_leaves_nothing_behind(tmp_path, flags_given, words):
     """Nor the directory above the head's."""
     target = write_tiny_target(tmp_path / "target")
+    write_tiny_draft(tmp_path / "wide", hidden_size=64)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "few.jsonl").write_text("[[1, 2], [3, 4, 5]]\n")
+    (tmp_path / "few.jsonl").write_text("[[1, 2], [3, 4, 5]]\n[[1, 3], [3, 4, 5]]\n")
     before = sorted(tmp_path.iterdir())
-    command = f"--target {target} --out {tmp_path / 'runs' / 'head'} {flags_given.format(tmp_path)}"
-    with pytest.raises(UserError):
+    command = f"--target {target} --out {tmp_path / 'runs' / 'head'} {flags_given.format(tmp_path, tmp_path)}"
+    with pytest.raises(UserError, match=words):
         prepare(flags().parse_args(command.split()))
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_one_prompt_that_is_answered_twice_leaves_none_to_train_on(tmp_path):
+    command = few_responses(tmp_path)
+    (tmp_path / "answers.jsonl").write_text(2 * "[[1, 2], [3, 4, 5]]\n")
+    with pytest.raises(UserError, match="2 answers are too few with 1 of each file held out: see --held-out"):
+        prepare(flags().parse_args(command.split()))
+
+
+def test_templates_are_prompts_of_domains_of_their_own():
+    arguments = flags().parse_args("--target t --out o --templates 9".split())
+    assert read_inputs(arguments)[0] == {f"templates-{name}": template_prompts(name, 9) for name in TEMPLATES}
+
+
+def test_a_lack_of_memory_damages_no_checkpoint(tmp_path, target, monkeypatch):
+    """To delete it would be the wrong way out."""
+    trainer = small_trainer(tmp_path, target)
+    trainer.save()
+    monkeypatch.setattr(torch, "load", lambda *_, **how: (_ for _ in ()).throw(RuntimeError("CUDA out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.resume()
 
 
 def test_a_full_disk_at_a_checkpoint_is_told_in_one_line(tmp_path, target, monkeypatch):
