@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tiny import write_tiny_draft, write_tiny_target
 
 from model import default_model, hub
 from model.errors import UserError
@@ -290,6 +291,16 @@ def test_known_names_stand_for_target_head_and_tokenizer(monkeypatch):
     assert hub.source("smollm2-hub", "target") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert hub.source("smollm2", "draft") == "model/heads/smollm2-135m-dflash"
     assert hub.source("qwen3-8b", "draft") == "z-lab/Qwen3-8B-DFlash-b16"
+
+
+def test_a_name_is_checked_as_what_it_is_given_for(tmp_path):
+    """Before anything is loaded: each kind has another config.json, and a mistake in it is told with its place."""
+    directories = {"target": write_tiny_target(tmp_path / "target"), "draft": write_tiny_draft(tmp_path / "draft")}
+    for kind, other in ("target", "draft"), ("draft", "target"):
+        for name in ("smollm2", "Qwen3-8B", "Qwen/Qwen3-8B", str(directories[kind])):
+            hub.check_name(name, kind)
+        with pytest.raises(UserError, match=f"^{directories[other]}/config.json: this is a "):
+            hub.check_name(str(directories[other]), kind)
 
 
 def test_head_of_a_target():
