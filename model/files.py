@@ -6,6 +6,7 @@ Whoever reads a file that is written here, or kills its writer, finds the old fi
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from model.errors import UsageError, UserError
@@ -28,7 +29,8 @@ def write_atomically(path: Path, content: str | Callable[[Path], object]) -> Non
         partial_file.chmod(mode)  # safetensors leaves a file that only its owner can read
         os.replace(partial_file, path)
     except BaseException as error:  # a full disk, Ctrl-C: a part of the file is of no use, and takes room
-        partial_file.unlink(missing_ok=True)
+        with suppress(OSError):  # there may be none, for the same cause
+            partial_file.unlink()
         if isinstance(error, OSError) and (error.filename is None or str(error.filename) == str(partial_file)):
             error.filename = str(path)  # the name that is known outside
         raise

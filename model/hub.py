@@ -223,14 +223,16 @@ def missing_files(directory: Path, kind: str) -> list[str]:
 def download(repo: str, kind: str) -> Path:
     """Fetches what `kind` needs of `repo` into the hub cache; only files still missing there are
     transferred."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import file_exists, snapshot_download
 
     try:
         directory = Path(snapshot_download(repo, allow_patterns=list(WANTED[kind])))
+        missing = missing_files(directory, kind)
+        if missing:  # perhaps since the hub was not reached: then what the cache holds is returned without a word
+            file_exists(repo, missing[0])
     except Exception as error:  # the exceptions of its HTTP client differ between versions
         kind_of_error = UsageError if http_status(error) == 404 else UserError
         raise kind_of_error(download_failure(repo, error)) from error
-    missing = missing_files(directory, kind)
     if missing:
         raise UserError(f"{repo} has no {missing[0]}, so minicast cannot load it as a {kind}: see its page")
     return directory

@@ -258,9 +258,7 @@ class TextStream:
 
     def finish(self) -> str:
         """What is left at the end: an unfinished character is now known to be none."""
-        piece = self._tokenizer.decode(self._window)[self._shown :]
-        self._window, self._context, self._shown = [], 0, 0
-        return piece
+        return self._tokenizer.decode(self._window)[self._shown :]
 
 
 def read_object(path: Path) -> dict:

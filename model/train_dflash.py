@@ -248,6 +248,7 @@ class Trainer:
                 took = time.thread_time() - began
                 progress.seconds += took
                 due = progress.seconds + max(validate_every, 10 * took)  # not above a tenth of the time
+                saved = -math.inf  # at once: a run that went on from before would take a lesser head for the best
             if progress.seconds >= min(saved + SAVE_MINUTES * 60, self.budget):
                 self.save()
                 saved = progress.seconds

@@ -9,13 +9,14 @@ Which anchors are taken, and what they are labelled with, is model/train_data.py
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.config import DraftConfig, check_pair
+from model.config import ROPE_KEYS, DraftConfig, Rope, check_pair
 from model.dflash import FREQUENT_TOKENS, DraftHead
 from model.errors import UsageError
 from model.files import save_tensors, write_atomically
@@ -158,6 +159,13 @@ def loaded_head(name: str, target: Target) -> DraftHead:
     return draft
 
 
+def rope_scaling(rope: Rope) -> dict | None:
+    """What config.json holds of a stretched context, which a head to go on from may have."""
+    values = {entry.metadata.get("name", entry.name): getattr(rope, entry.name) for entry in fields(rope)}
+    settings = {name: values[name] for name in ROPE_KEYS[rope.kind]}
+    return {"rope_type": rope.kind, **settings} if settings else None
+
+
 def save_head(draft: DraftHead, directory: str | Path, frequent: list[int]) -> None:
     """Write config.json and model.safetensors (bfloat16) as published heads have them.
 
@@ -181,7 +189,7 @@ def save_head(draft: DraftHead, directory: str | Path, frequent: list[int]) -> N
     values = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "attention_bias": False,
+        "attention_bias": config.attention_bias,
         "block_size": config.block_size,
         "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.taps)},
         "dtype": "bfloat16",
@@ -191,12 +199,13 @@ def save_head(draft: DraftHead, directory: str | Path, frequent: list[int]) -> N
         "intermediate_size": config.intermediate,
         "layer_types": ["full_attention"] * config.layers,
         "max_position_embeddings": config.context,
+        "mlp_bias": config.mlp_bias,
         "num_attention_heads": config.heads,
         "num_hidden_layers": config.layers,
         "num_key_value_heads": config.kv_heads,
         "num_target_layers": config.target_layers,
         "rms_norm_eps": config.eps,
-        "rope_scaling": None,
+        "rope_scaling": rope_scaling(config.rope),
         "rope_theta": config.rope.theta,
         "tie_word_embeddings": True,
         "vocab_size": config.vocab_size,

@@ -61,12 +61,13 @@ def test_absent_settings_take_the_families_common_default():
         "attention_bias",
         "mlp_bias",
         "rope_theta",
+        "rms_norm_eps",
         "tie_word_embeddings",
         "architectures",
     )
     config = target_config(without(tiny_target_config(), *names))
     assert (config.kv_heads, config.attention_bias, config.mlp_bias) == (4, False, False)
-    assert (config.rope, config.tied) == (Rope(10000.0), None)
+    assert (config.rope, config.eps, config.tied) == (Rope(10000.0), 1e-6, None)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_absent_settings_take_the_families_common_default():
         {"rope_theta": 500000},
         {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": None},
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "default"}},
+        {"rope_theta": 5e5, "original_max_position_embeddings": 32},
         {"rope_parameters": {"rope_theta": 5e5}},
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 1.0}},
         {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
@@ -91,7 +93,7 @@ def test_rope_theta_flat_or_nested(rope):
     "settings, expected",
     [
         (LLAMA3 | {"rope_type": "llama3"}, Rope(1e4, "llama3", 8.0, 1.0, 4.0, original_context=32)),
-        (YARN | {"rope_type": "yarn"}, Rope(1e4, "yarn", 4.0, original_context=32)),
+        (YARN | {"rope_type": "yarn"}, Rope(1e4, "yarn", 4.0, original_context=32, beta_fast=32.0, beta_slow=1.0)),
         (
             YARN
             | {
@@ -175,12 +177,21 @@ def test_yarn_stretches_a_context_that_config_left_short():
         ({"sliding_window": 32}, "sliding_window 32"),
         ({"attention_sinks": True}, "attention_sinks"),
         ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported: only None is"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"logit_scale": 0.0625}, "logit_scale 0.0625 is not supported: only 1.0 is"),
+        ({"logits_scaling": 8.0}, "logits_scaling"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier"),
+        ({"attention_multiplier": 0.015}, "attention_multiplier"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"hidden_size": "32"}, "hidden_size must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1"),
         ({"head_dim": 2**70}, "head_dim must be a whole number of at least 1 and below 2^31"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a positive number"),
         ({"attention_bias": "no"}, "attention_bias must be true or false"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"head_dim": None, "num_attention_heads": 6}, "head_dim is missing"),
@@ -209,6 +220,8 @@ def test_draft_fields_flat_and_nested():
     assert draft_config(tiny_draft_config(dflash_config=nested)).block_size == 10
     assert draft_config(without(tiny_draft_config(dflash_config=nested), "block_size")).block_size == 10
     assert draft_config(without(tiny_draft_config(), "num_target_layers")).target_layers is None
+    off = {"mask_token_id": 0, "target_layer_ids": [0], "fc_layernorm": False}  # the first id, and a variant that is not used
+    assert draft_config(tiny_draft_config(dflash_config=off)).mask_token_id == 0
 
 
 @pytest.mark.parametrize(
@@ -217,6 +230,8 @@ def test_draft_fields_flat_and_nested():
         ({"dflash_config": {"mask_token_id": 255}}, "target_layer_ids is missing"),
         ({"dflash_config": {"mask_token_id": 255, "target_layer_ids": []}}, "target_layer_ids must be"),
         ({"dflash_config": {"mask_token_id": 255, "target_layer_ids": [-1]}}, "target_layer_ids must be"),
+        ({"dflash_config": {"mask_token_id": 255, "target_layer_ids": [True]}}, "target_layer_ids must be"),
+        ({"dflash_config": {"mask_token_id": -1, "target_layer_ids": [0]}}, "mask_token_id must be a whole number of at least 0"),
         ({"dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id is missing"),
         ({"dflash_config": None}, "target_layer_ids is missing"),
         ({"block_size": None}, "block_size is missing"),
@@ -272,7 +287,7 @@ def test_a_matching_pair_passes():
     check_pair(draft_config(tiny_draft_config()), target_config(tiny_target_config()))
 
 
-@pytest.mark.parametrize("text", [None, "", "{", '{"a": 1', "[1]", b"\xff\xfe\x00"])
+@pytest.mark.parametrize("text", [None, "", "{", '{"a": 1', "[1]", b"\xff\xfe\x00", '{"a": ' + 99_999 * "["], ids=lambda text: repr(text)[:9])
 def test_a_bad_config_file_is_named(tmp_path, text):
     """Absent, empty, cut, not an object, not text: one line with the path."""
     path = tmp_path / "config.json"

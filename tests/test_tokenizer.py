@@ -89,6 +89,8 @@ def test_system_prompts_that_a_template_has_or_demands(tmp_path):
     assert save(tmp_path, tokenizer_config={"chat_template": default}).render_chat("hi", system="S") == "[S]hi"
     demands = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
     assert save(tmp_path, tokenizer_config={"chat_template": demands}).render_chat("hi", system="S") == "S"
+    ignores = "{{ messages[-1].content }}"
+    assert save(tmp_path, tokenizer_config={"chat_template": ignores}).render_chat("hi", system=" ") == "hi"  # nothing is lost
 
 
 def test_template_runs_as_checkpoints_expect(tmp_path):
@@ -140,7 +142,9 @@ def test_stop_ids_are_the_union_of_all_sources(tmp_path):
     several = {"eos_token_id": [EOS, 7]}
     assert stop_ids(config={"eos_token_id": TURN}, generation_config=several) == (EOS, TURN, 7)
     assert stop_ids(config={"eos_token_id": None}) == (EOS,)
-    for wrong in ("</s>", [EOS, "7"], {"id": 2}):
+    assert stop_ids(config={"eos_token_id": 7}) == (EOS, 7)  # the tokenizer's own, too
+    assert stop_ids(special_tokens_map={"eos_token": "<turn>"}) == (EOS,)  # the older file says less
+    for wrong in ("</s>", [EOS, "7"], {"id": 2}, True):
         with pytest.raises(UserError, match="config.json: eos_token_id must be a token id or a list of them"):
             stop_ids(config={"eos_token_id": wrong})
     assert stop_ids(tokenizer_config={}) == ()
@@ -203,6 +207,16 @@ def test_streaming_keeps_the_spaces_of_sentencepiece_tokens(tmp_path):
         assert "".join(pieces(tokenizer, ids, cuts)) == tokenizer.decode(ids)
 
 
+def test_a_long_answer_is_not_decoded_anew_for_each_token(tmp_path, monkeypatch):
+    """Its time would grow with the square of its length."""
+    tokenizer, decoded = save(tmp_path), []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    text = 20 * "plain é "
+    assert "".join(pieces(tokenizer, tokenizer.encode(text), range(1, 180))) == text
+    assert max(decoded) <= 4
+
+
 def test_streamed_text_does_not_depend_on_how_ids_are_grouped(tmp_path):
     """Rounds of different lengths must show one text, even of bytes that are no UTF-8, which this decoder turns into
     replacement characters by the run."""
@@ -227,7 +241,7 @@ def test_tokens_that_only_other_files_declare(tmp_path):
     listed = {token["content"]: id for id, token in new.items()}
     for files in (
         {"tokenizer_config": config | {"added_tokens_decoder": {str(id): token for id, token in new.items()}}},
-        {"tokenizer_config": config, "added_tokens": listed},
+        {"tokenizer_config": config, "added_tokens": dict(reversed(listed.items()))},
     ):
         loaded = save(tmp_path / str(len(files)), tokenizer, **files)
         assert loaded.encode("<|end|><tool><think>") == [size + 1, size + 2, size]
@@ -240,12 +254,21 @@ def test_tokens_that_only_other_files_declare(tmp_path):
             save(tmp_path / "wrong", tokenizer, tokenizer_config=wrong)
 
 
+def test_a_special_token_is_matched_as_its_file_says(tmp_path):
+    """Declared once more beside it by name alone, it would no longer take the space before it."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<pad>", lstrip=True, special=True)])
+    tokenizer = save(tmp_path, tokenizer, tokenizer_config=FULL_CONFIG | {"pad_token": "<pad>"})
+    assert len(tokenizer.encode("a <pad>")) == 2
+
+
 def test_ids_without_a_token(tmp_path):
     """Rows that pad a vocabulary can be sampled: they decode to nothing, and show as their number."""
     tokenizer = save(tmp_path)
     assert tokenizer.decode([*tokenizer.encode("a"), 100_000, *tokenizer.encode("b")]) == "ab"
     assert tokenizer.token_text(100_000) == "<100000>"
     assert tokenizer.token_text(EOS) == "<eos>" and tokenizer.decode([EOS]) == ""
+    assert tokenizer.decode([EOS, TURN], special=True) == "<eos><turn>"
 
 
 def test_short_prompts_are_no_errors_here(tmp_path):
@@ -264,6 +287,8 @@ def test_text_that_is_no_unicode_is_refused_in_one_line(tmp_path):
             encode("a\udc80")
     with pytest.raises(UserError, match="^the system prompt is not valid Unicode at character 3"):
         tokenizer.encode_chat("fine", system="ab\udc80")
+    with pytest.raises(UserError, match="^a message is not valid Unicode at character 1"):
+        tokenizer.encode_chat([{"role": "assistant", "content": "\udc80"}])
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):

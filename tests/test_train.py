@@ -5,14 +5,17 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
 from tiny import random_tensors, tiny_target_config, write_byte_tokenizer, write_checkpoint, write_tiny_draft, write_tiny_target
 
 from minicast import Decoder
 from minicast.prompts import read_prompts
-from model import load_draft, load_target, load_tokenizer, train_data
+from model import load_draft, load_target, load_tokenizer, train_data, train_dflash, train_prompts
+from model.config import Rope
 from model.errors import UsageError, UserError
 from model.files import claim
 from model.train_data import (
@@ -26,8 +29,8 @@ from model.train_data import (
     read_responses,
     split,
 )
-from model.train_dflash import WIDTH, Trainer, flags, prepare, read_inputs, replay, unused_token
-from model.train_head import SoftCrossEntropy, block_states, loaded_head, save_head
+from model.train_dflash import WIDTH, Trainer, all_states, flags, prepare, read_inputs, replay, unused_token
+from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_config, loaded_head, save_head
 from model.train_prompts import FUNCTIONS, TEMPLATES, before_user, own_prompts, template_prompts
 
 DEPTH = 7
@@ -54,8 +57,8 @@ def trainable(tmp_path, target):
     return loaded_head(str(write_tiny_draft(tmp_path / "head")), target)
 
 
-def small_trainer(tmp_path, target, minutes=1.0) -> Trainer:
-    examples = [random_example(seed) for seed in range(6)]
+def small_trainer(tmp_path, target, minutes=1.0, vocab=250) -> Trainer:
+    examples = [random_example(seed, vocab=vocab) for seed in range(6)]
     draft = trainable(tmp_path, target)
     cache = ReadingCache(tmp_path / "out.training" / "readings", target, draft.taps, "tiny")
     lm_head = torch.randn(target.vocab_size, target.config.hidden, generator=torch.Generator().manual_seed(0))
@@ -93,11 +96,12 @@ def test_gradients_of_one_block_leave_the_other_context_alone(tmp_path, target):
     assert touched[:6].all() and not touched[6:].any()
 
 
-def test_soft_cross_entropy_is_the_plain_one():
+@pytest.mark.parametrize("size", [1, 100])
+def test_soft_cross_entropy_is_the_plain_one(size):
     """Loss and gradient equal those of log_softmax under autograd. Guards the gradient written by hand, which no
-    autograd checks, and labels that come twice in a row."""
+    autograd checks, labels that come twice in a row, and logits too large for an exponential."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(9, 12, generator=generator, requires_grad=True)
+    hidden = (size * torch.randn(9, 12, generator=generator)).requires_grad_(True)
     head = torch.randn(30, 12, generator=generator)
     labels = torch.randint(0, 30, (9, 5), generator=generator)  # some twice
     shares = torch.rand(9, 5, generator=generator)
@@ -122,6 +126,7 @@ def test_batch_labels_are_the_tokens_that_follow():
     tokens = sorted(set(example.response))
     head = LossHead.of(torch.eye(256), set(tokens))
     soft = torch.tensor([[token, 255] for token in example.response])  # 255 is no token of the loss
+    soft[8] = 255
     reading = Reading(torch.randn(25, 64).bfloat16(), soft.int(), torch.full((20, 2), 0.4).half())
     places = torch.tensor([0, 7, 15])
     batch = make_batch([(example, reading, places)], DEPTH, head, "cpu")
@@ -132,12 +137,25 @@ def test_batch_labels_are_the_tokens_that_follow():
     for column, place in enumerate(places.tolist()):
         for depth in range(DEPTH):
             ahead = place + depth + 1
-            assert (batch.weights[0, column, depth] > 0) == (ahead < 20)
+            assert batch.weights[0, column, depth] == pytest.approx(0.75**depth * (ahead < 20))
             if ahead < 20:
                 row = head.row[example.response[ahead]]
                 assert batch.labels[0, column, depth, -1] == row
                 share = batch.shares[0, column, depth][batch.labels[0, column, depth] == row].sum()
                 torch.testing.assert_close(share, torch.tensor(1.0))  # the only other soft label is unknown
+
+
+def test_half_of_a_label_is_what_the_target_held_probable():
+    """Shared out among the tokens that the loss knows, in proportion; and the context reaches to the last anchor."""
+    example = Example(tuple(range(60)), (7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8), "d")
+    head = LossHead.of(torch.eye(256), {7, 8, 9})
+    soft = torch.tensor([8, 9, 100]).expand(11, 3)
+    reading = Reading(torch.randn(71, 64).bfloat16(), soft.int(), torch.tensor([0.3, 0.1, 0.6]).expand(11, 3).half())
+    batch = make_batch([(example, reading, torch.tensor([0, 9]))], 2, head, "cpu")
+    share = {token: batch.shares[0, 0, 0][batch.labels[0, 0, 0] == head.row[token]].sum().item() for token in (7, 8, 9)}
+    assert share == pytest.approx({7: 0, 8: 0.5 + 0.375, 9: 0.125}, abs=1e-3)  # 8 came after place 0
+    assert batch.features.shape[1] >= batch.anchors.max() == 69
+    assert torch.equal(batch.features[0, :69], reading.features[:69])
 
 
 def test_readings_are_the_targets_own_and_survive(tmp_path, target):
@@ -154,6 +172,10 @@ def test_readings_are_the_targets_own_and_survive(tmp_path, target):
     assert example in again
     assert all(torch.equal(value, vars(first)[name]) for name, value in vars(again.get(example)).items())
     assert example not in ReadingCache(tmp_path / "readings", None, (0,), "tiny")
+    assert example not in ReadingCache(tmp_path / "readings", None, (0, 1), "other")
+    assert replace(example, prompt=example.tokens[:6], response=example.tokens[6:]) not in again
+    sampler = Sampler([example, random_example(2)], again)
+    assert (sampler.pool, sampler.waiting) == ({"domain1": [0]}, [1])  # it need not be read again to be drawn from
 
 
 def test_batched_answers_are_the_decoders(tmp_path, target, monkeypatch):
@@ -196,6 +218,36 @@ def test_replay_has_the_decoders_rounds(tmp_path, target, draft):
         assert rounds == {"chain": chain, "tree": tree}
 
 
+def test_states_of_a_long_answer_are_those_of_one_pass(tmp_path, target):
+    """They are computed in parts of 64 places."""
+    trained, example = trainable(tmp_path, target), random_example(7, response=100)
+    reading = Reading(torch.randn(105, 64).bfloat16(), torch.empty(0), torch.empty(0))
+    roots, anchors = torch.tensor([example.response[:-1]]), torch.arange(5, 104)[None]
+    expected = block_states(trained, target, reading.features[None], roots, anchors)[0]
+    torch.testing.assert_close(all_states(trained, target, example, reading), expected)
+
+
+def test_a_fresh_head_begins_as_the_targets_last_layers(tmp_path):
+    """Of its sizes, but with its plain rotary embedding; the context that it reads at first is the last tap."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32}
+    changes = dict(num_hidden_layers=3, rope_theta=5e5, rope_scaling=scaling, rms_norm_eps=1e-4)
+    target = load_target(write_tiny_target(tmp_path / "target", **changes), device="cpu", pack=False)
+    config = head_config(target, 2, 8, (0, 2))
+    assert config.rope == Rope(5e5) and (config.eps, config.context, config.target_layers) == (1e-4, 64, 3)
+    draft = fresh_head(config, target)
+    for layer, source in zip(draft.layers, target.layers[1:], strict=True):
+        for name, value in source.state_dict().items():
+            assert torch.equal(layer.state_dict()[name], value), name
+        assert torch.equal(layer.self_attn.q_norm.weight, torch.ones(16))
+    assert torch.equal(draft.hidden_norm.weight, target.layers[1].input_layernorm.weight)
+    assert torch.equal(draft.norm.weight, target.norm.weight)
+    torch.testing.assert_close(draft.fc.weight, torch.eye(32, 64).roll(32, 1), atol=0.02, rtol=0)
+    for layers, taps in (12, (1, 3, 5, 7, 9)), (36, (1, 9, 17, 25, 33)):  # from the second to the third last
+        deeper = SimpleNamespace(config=replace(target.config, layers=layers))
+        assert head_config(deeper, layers, 8).taps == taps
+
+
 def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, target):
     """Three steps, a checkpoint, two steps; from the checkpoint two steps again: same draws, loss and weights.
     Guards a checkpoint without the optimizer's or the sampler's state."""
@@ -210,6 +262,88 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, target):
     assert [resumed.step() for _ in range(2)] == expected
     for name, value in trainer.draft.state_dict().items():
         assert torch.equal(value, resumed.draft.state_dict()[name]), name
+
+
+def test_a_step_descends_the_mean_of_the_weighted_losses(tmp_path, target):
+    """The second step of a run: what it tells, its gradient and its rate are those of the plain formulas. Guards
+    gradients of the step before, a token past the end that counts, and a hit that counts after a miss."""
+    trainer = small_trainer(tmp_path, target, vocab=3)  # so few that there are hits
+    trainer.step()
+    trainer.save()
+    other = small_trainer(tmp_path, target, vocab=3)
+    other.resume()
+    batch = make_batch(other.sampler.draw(*other.batch), DEPTH, other.head, "cpu")
+    states = block_states(other.draft, target, batch.features, batch.roots, batch.anchors)
+    log_p = (states @ other.head.weight.T).log_softmax(-1)
+    losses = -(batch.shares * log_p.gather(-1, batch.labels)).sum(-1)
+    loss = (batch.weights * losses).sum() / batch.weights.sum()
+    loss.backward()
+    hits = (log_p.argmax(-1) == batch.labels[..., -1]) & (batch.weights > 0)
+    rounds = [1 + (*block, False).index(False) for block in hits.flatten(0, 1).tolist()]
+    before = trainer.progress.predicted
+    assert trainer.step() == pytest.approx((loss.item(), sum(rounds) / len(rounds)), rel=1e-4)
+    assert trainer.progress.predicted - before == (batch.weights > 0).sum()
+    norm = torch.stack([parameter.grad.norm() for parameter in other.draft.parameters()]).norm()
+    assert norm > train_dflash.CLIP
+    for parameter, plain in zip(trainer.draft.parameters(), other.draft.parameters()):
+        torch.testing.assert_close(parameter.grad, plain.grad * train_dflash.CLIP / norm, atol=1e-4, rtol=1e-3)
+    for group in trainer.optimizer.param_groups:
+        assert group["lr"] == trainer.learning_rate()
+        assert (group["weight_decay"] > 0) == all(parameter.ndim > 1 for parameter in group["params"])
+
+
+def test_the_rate_rises_then_falls_to_the_end_of_the_budget(tmp_path, target):
+    """And stays there where a step ran over it: a cosine that went on would rise again."""
+    trainer = small_trainer(tmp_path, target)
+    rates = []
+    for part in (0, 0.03, 0.5, 1, 1.9):
+        trainer.progress.seconds = part * 60
+        rates.append(trainer.learning_rate() / trainer.rate)
+    assert rates == pytest.approx([0.02, 1, 0.51, 0.02, 0.02], abs=0.01)
+
+
+def test_the_head_with_the_best_tree_is_kept(tmp_path, target, monkeypatch):
+    """The longer chain of another does not count, nor is a head written that is no better."""
+    trainer, saved = small_trainer(tmp_path, target), []
+    monkeypatch.setattr(train_dflash, "save_head", lambda *_: saved.append(R) or trainer.weights.touch())
+    monkeypatch.setattr(train_dflash, "replay", lambda *_: {"chain": [R[0]], "tree": [R[1]]})
+    for R in ((1, 2), (3, 1), (1, 3), (2, 3)):
+        trainer.validate()
+    assert saved == [(1, 2), (1, 3)] and trainer.progress.best == 3
+    assert "| 3.00 / 1.00 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("begun", [0, 600])
+@pytest.mark.parametrize("cost", [6, 60])
+def test_a_run_is_validated_and_saved_in_time(tmp_path, target, monkeypatch, cost, begun):
+    """Four times or every six minutes, less often where it costs more than a tenth of the time, and at the end. What it finds is saved
+    at once: a killed run would else go on with a lower R to beat. A run that goes on does not begin by it."""
+    clock, events, trainer = [0.0], [], small_trainer(tmp_path, target, minutes=20)
+
+    def take(seconds, name):
+        events.append((name, trainer.progress.seconds))
+        clock[0] += seconds
+        return 1.0, 1.0
+
+    monkeypatch.setattr(train_dflash, "time", SimpleNamespace(thread_time=lambda: clock[0]))
+    for part, seconds, name in ((trainer, 30, "step"), (trainer, cost, "validate"), (trainer, 0, "save"), (trainer.sampler, 0, "adopt")):
+        monkeypatch.setattr(part, name, lambda seconds=seconds, name=name: take(seconds, name))
+    trainer.run()
+    trainer.out.mkdir()
+    trainer.weights.touch()
+    events.clear()
+    trainer.progress.seconds = begun
+    trainer.run()
+    validated = [at for name, at in events if name == "validate"]
+    saved = [at for name, at in events if name == "save"]
+    between = max(300, 10 * cost)
+    assert validated[0] == begun + 300
+    assert all(between <= after - before - cost < between + 30 for before, after in zip(validated, validated[1:-1]))
+    names = [name for name, _ in events]
+    assert names[-3:] == ["validate", "adopt", "save"]  # no step is left unseen
+    assert all(names[at : at + 3] == ["validate", "adopt", "save"] for at, name in enumerate(names) if name == "validate")
+    assert all(after - before < 150 + cost for before, after in zip([begun, *saved], saved))
+    assert len(saved) < 2 + (1200 - begun) / 120 + len(validated)
 
 
 def test_a_resumed_run_keeps_the_mask_token(tmp_path, target):
@@ -275,6 +409,60 @@ def few_responses(tmp_path) -> str:
     return f"--target {target} --responses {file} --layers 1 --minutes 1e-6 --out {tmp_path / 'out'} --held-out 1"
 
 
+def test_the_same_command_goes_on(tmp_path, capsys):
+    command = few_responses(tmp_path).split()
+    assert train_dflash.main(command) == 0 and "going on" not in capsys.readouterr().err
+    assert train_dflash.main(command) == 0 and "going on at minute" in capsys.readouterr().err
+
+
+def test_a_mask_token_is_one_that_no_answer_holds(tmp_path):
+    """But for a head to go on from, which has learnt its own."""
+    command = few_responses(tmp_path)
+    assert prepare(flags().parse_args(command.split())).draft.mask_token_id == 7
+    init = ["--init", str(write_tiny_draft(tmp_path / "head"))]
+    assert prepare(flags().parse_args([*command.split(), *init])).draft.mask_token_id == 255
+
+
+def test_answers_of_one_token_teach_nothing(tmp_path):
+    """Nothing comes after the token that a block would begin at."""
+    command, file = few_responses(tmp_path), tmp_path / "answers.jsonl"
+    file.write_text("[[9], [7]]\n" + file.read_text())
+    trainer = prepare(flags().parse_args(command.split()))
+    assert min(len(example.response) for example in trainer.sampler.examples + trainer.held_out) == 4
+    file.write_text("[[9], [7]]\n[[8], [7]]\n")
+    with pytest.raises(UserError, match="every answer has fewer than two tokens"):
+        prepare(flags().parse_args(command.split()))
+
+
+def test_answers_are_the_targets_to_the_prompts_that_were_given(tmp_path, monkeypatch):
+    """Of every source, each up to its end or the limit; what a run answered that had more prompts is not learnt from."""
+    monkeypatch.setattr(train_dflash, "faster_dtype", lambda device: torch.float32)  # as the decoder here
+    monkeypatch.setattr(train_prompts, "OWN_BATCH", 16)
+    target, tokenizer = talking_target(tmp_path, [*range(224, 256)])
+    (tmp_path / "a.jsonl").write_text('"one"\n"two"\n"three"\n')
+    (tmp_path / "own-words.jsonl").write_text('"joins"\n')
+    command = f"--target {tmp_path / 'talking'} --out {tmp_path / 'out'} --layers 1 --held-out 1 --max-new-tokens 12"
+    files = ["--prompts", str(tmp_path / "a.jsonl"), str(tmp_path / "own-words.jsonl")]
+
+    def prompts():
+        trainer, found = prepare(flags().parse_args([*command.split(), *files, "--own-prompts", "4"])), {}
+        for example in (*trainer.sampler.examples, *trainer.held_out):
+            found.setdefault(example.domain, set()).add(tokenizer.decode(example.prompt).removeprefix("<user>"))
+            alone = Decoder(target).generate(example.prompt, method="ar", max_new_tokens=12, stop_ids=tokenizer.stop_ids)
+            assert list(example.response) == alone.token_ids
+        return found
+
+    found = prompts()
+    own = set(own_prompts(target, tokenizer, 4, tmp_path / "out.training" / "own-words.prompts"))
+    assert found["a"] == {"one", "two", "three"} and {"joins"} < found["own-words"] <= {"joins"} | own
+    (tmp_path / "a.jsonl").write_text('"one"\n"two"\n')
+    assert prompts() == found | {"a": {"one", "two"}}
+    (tmp_path / "a.jsonl").write_text(f'"{60 * "x"}"\n"{61 * "x"}"\n')
+    only = [*command.split(), *files[:2]]
+    with pytest.warns(UserWarning, match="2 of 2 prompts are left out"), pytest.raises(UserError, match="no prompt that the target"):
+        prepare(flags().parse_args(only))
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "README.md"])
 def test_a_head_of_somebody_elses_is_not_overwritten(tmp_path, name):
     """Only a checkpoint tells that it is of this run, and there is one from before the first head is written."""
@@ -284,6 +472,9 @@ def test_a_head_of_somebody_elses_is_not_overwritten(tmp_path, name):
     with pytest.raises(UsageError, match=f"out holds {name} of another head: move it away"):
         prepare(flags().parse_args(command.split()))
     assert (tmp_path / "out" / name).read_text() == "mine" and not (tmp_path / "out.training").exists()
+    (tmp_path / "out.training").mkdir()  # as of a run that ended before its first checkpoint
+    with pytest.raises(UsageError, match="of another head"):
+        prepare(flags().parse_args(command.split()))
     (tmp_path / "out" / name).unlink()
     trainer = prepare(flags().parse_args(command.split()))
     trainer.step = None  # killed before the first update
@@ -350,10 +541,20 @@ def test_every_anchor_comes_once_before_any_comes_twice(tmp_path, target):
             assert sorted(places[start : start + size]) == list(range(size))
 
 
-def test_a_saved_head_loads_as_a_published_one(tmp_path, target):
-    """save_head, load_draft: the same drafts, up to bfloat16. Guards fused rows split in the wrong order."""
-    trained = trainable(tmp_path, target)
+@pytest.mark.parametrize("changes", [
+    {}, {"rope_theta": 5e5, "rms_norm_eps": 1e-4, "attention_bias": True, "mlp_bias": True, "num_target_layers": None},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
+                      "original_max_position_embeddings": 64}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16, "original_max_position_embeddings": 128}},
+], ids=["plain", "biases", "llama3", "yarn"])
+def test_a_saved_head_loads_as_a_published_one(tmp_path, target, changes):
+    """save_head, load_draft: the same drafts, up to bfloat16, as what --init began with. Guards fused rows split in the
+    wrong order, and a head that runs as another than was trained."""
+    trained = loaded_head(str(write_tiny_draft(tmp_path / "head", **changes)), target)
     save_head(trained, tmp_path / "saved", [5, 3])
+    with safe_open(tmp_path / "saved" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}  # or transformers refuses it
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
     loaded = load_draft(tmp_path / "saved", device="cpu")
     assert loaded.config == trained.config
     trained.bfloat16().float()  # rounds in place, as the file did
@@ -485,23 +686,53 @@ def test_numbers_that_make_no_head_are_refused(flags_given):
 
 
 @pytest.mark.parametrize(
-    "flags_given",
+    "flags_given, words",
     [
-        "", "--responses {}/none.jsonl", "--prompts {}/none.jsonl", "--responses {}/few.jsonl",
-        "--target {}/empty --templates 2", "--init {}/nowhere --templates 2",
-        "--responses {}/few.jsonl --taps 1,9", "--responses {}/few.jsonl --layers 3",
+        ("", "nothing to learn from"),
+        ("--responses {}/none.jsonl", "cannot read"),
+        ("--prompts {}/none.jsonl", "cannot read"),
+        ("--responses {}/few.jsonl", "too few with 8 of each file"),
+        ("--target {}/empty --templates 2", "holds no config.json"),
+        ("--init {}/nowhere --templates 9", "no such directory"),
+        ("--responses {}/few.jsonl --held-out 1 --layers 1 --taps 1,2", "--taps 2: the target's layers are 0 to 1"),
+        ("--responses {}/few.jsonl --held-out 1 --layers 3", "--layers 3: .* it has 2"),
+        ("--responses {}/few.jsonl --held-out 1 --init {}/wide", "does not fit this target: its hidden size is 64"),
+        ("--responses {}/few.jsonl --held-out 1 --out {}/few.jsonl/head", "is a file: name a directory"),
+        ("--responses {}/few.jsonl --held-out 1 --out .", "give the directory a name of its own"),
     ],
 )
-def test_a_start_that_fails_leaves_nothing_behind(tmp_path, flags_given):
+def test_a_start_that_fails_leaves_nothing_behind(tmp_path, flags_given, words):
     """Nor the directory above the head's."""
     target = write_tiny_target(tmp_path / "target")
+    write_tiny_draft(tmp_path / "wide", hidden_size=64)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "few.jsonl").write_text("[[1, 2], [3, 4, 5]]\n")
+    (tmp_path / "few.jsonl").write_text("[[1, 2], [3, 4, 5]]\n[[1, 3], [3, 4, 5]]\n")
     before = sorted(tmp_path.iterdir())
-    command = f"--target {target} --out {tmp_path / 'runs' / 'head'} {flags_given.format(tmp_path)}"
-    with pytest.raises(UserError):
+    command = f"--target {target} --out {tmp_path / 'runs' / 'head'} {flags_given.format(tmp_path, tmp_path)}"
+    with pytest.raises(UserError, match=words):
         prepare(flags().parse_args(command.split()))
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_one_prompt_that_is_answered_twice_leaves_none_to_train_on(tmp_path):
+    command = few_responses(tmp_path)
+    (tmp_path / "answers.jsonl").write_text(2 * "[[1, 2], [3, 4, 5]]\n")
+    with pytest.raises(UserError, match="2 answers are too few with 1 of each file held out: see --held-out"):
+        prepare(flags().parse_args(command.split()))
+
+
+def test_templates_are_prompts_of_domains_of_their_own():
+    arguments = flags().parse_args("--target t --out o --templates 9".split())
+    assert read_inputs(arguments)[0] == {f"templates-{name}": template_prompts(name, 9) for name in TEMPLATES}
+
+
+def test_a_lack_of_memory_damages_no_checkpoint(tmp_path, target, monkeypatch):
+    """To delete it would be the wrong way out."""
+    trainer = small_trainer(tmp_path, target)
+    trainer.save()
+    monkeypatch.setattr(torch, "load", lambda *_, **how: (_ for _ in ()).throw(RuntimeError("CUDA out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.resume()
 
 
 def test_a_full_disk_at_a_checkpoint_is_told_in_one_line(tmp_path, target, monkeypatch):

@@ -18,10 +18,12 @@ from tiny import (
     write_tiny_target,
 )
 
+from model import load_draft, load_target
 from model.config import draft_config, read_config, target_config
 from model.dflash import DraftHead
 from model.errors import UserError
 from model.linear import Linear
+from model.load import place
 from model.transformer import Target
 from model.weights import load_weights
 
@@ -179,6 +181,33 @@ def test_a_linear_is_packed_when_its_last_piece_is_there(tmp_path, monkeypatch):
                 assert torch.equal(value, expected[f"{name}.{leaf}"]), f"{name}.{leaf}"
     assert not packed
     assert events.index("packed") <= 2 and events.count("packed") == 1 + 4 * config["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("load, write", [(load_target, write_tiny_target), (load_draft, write_tiny_draft)])
+def test_loaders_by_name(tmp_path, monkeypatch, load, write, pack):
+    """What they are asked for reaches the weights, packing by default; a tied head is found, a mistake has its place."""
+    seen, tied, kinds = [], {"tie_word_embeddings": True}, set()
+    monkeypatch.setattr("model.load.resolve", lambda name, kind, progress: kinds.add(kind) or name)
+    model = load(write(tmp_path / "model", **tied), torch.float64, "cpu", lambda *step: seen.append(step), pack)
+    assert seen[-1][0] == seen[-1][1] and not model.training
+    assert kinds == {"target" if load is load_target else "draft"}
+    assert {parameter.dtype for parameter in model.parameters()} <= {torch.float64}
+    laid_out = load(tmp_path / "model", device="cpu", **({} if pack else {"pack": False}))
+    assert (laid_out.layers[0].mlp.gate_up_proj.weight is None) == pack
+    assert getattr(model, "directory", tmp_path / "model") == tmp_path / "model"
+    write(tmp_path / "model", head_dim=15)
+    with pytest.raises(UserError, match=f"^{tmp_path / 'model'}.*: head_dim 15 is odd"):
+        load(tmp_path / "model")
+
+
+def test_where_a_model_runs_in_which_precision(monkeypatch):
+    for found in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+        cpu, cuda = torch.device("cpu"), torch.device("cuda")
+        assert place(None, None) == ((cuda, torch.bfloat16) if found else (cpu, torch.float32))
+        assert place("cpu", None) == (cpu, torch.float32) and place("cuda", None) == (cuda, torch.bfloat16)
+        assert place("cpu", torch.bfloat16) == (cpu, torch.bfloat16) and place("cuda:1", torch.float32)[1] == torch.float32
 
 
 MEASURE_GROWTH = """
