@@ -8,6 +8,9 @@ try:
     import setuptools  # noqa: F401  replaces distutils, and refuses to once something has imported the old one
 except ImportError:
     pass
+from minicast.program import share_cores
+
+share_cores()
 import torch
 
 

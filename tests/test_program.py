@@ -340,6 +340,17 @@ def test_without_torch_every_program_says_what_to_install(monkeypatch, capsys):
     assert capsys.readouterr().err == "bench.py: torch is not installed: pip install -r requirements.txt\n"
 
 
+@pytest.mark.parametrize("said", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
+def test_a_program_shares_its_cores_unless_told_how(monkeypatch, said):
+    environment = dict(said)
+    monkeypatch.setattr(program.os, "environ", environment)
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    program.start("an import")
+    assert environment == said
+    program.start("__main__")
+    assert environment == (said or {"GOMP_SPINCOUNT": program.SPINS})
+
+
 def test_tensors_that_cannot_be_written_whole_are_one_line(tmp_path, monkeypatch):
     """safetensors tells of a full disk by an error of its own; the old file stays."""
     def full(tensors, path, metadata):
