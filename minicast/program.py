@@ -156,8 +156,8 @@ def share_cores() -> None:
     """Called before torch is imported: threads that wait for each other at the end of a product soon go to sleep.
 
     Left to itself, libgomp, which runs them on Linux, has them spin ten times as long: where another program keeps one
-    core busy, decoding takes ten times as long, and so three times (results/cpu-busy-core.md). Fewer spins do still
-    better there, and slow down a quiet machine. What the environment says stays.
+    of two cores busy, decoding takes 7 to 10 times as long, and so 4 to 5 times (results/cpu-busy-core.md). Fewer spins
+    do still better there, and slow down a quiet machine. What the environment says stays.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
