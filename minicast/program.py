@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TextIO
 
 INTERRUPTED, TERMINATED = 130, 143  # what shells report after Ctrl-C, and after SIGTERM
-SPINS = "30000"  # a millisecond or so, longer than what lies between two products of a step; see `share_cores`
 
 
 class Parser(argparse.ArgumentParser):
@@ -133,6 +132,22 @@ def compile_flags(group) -> None:
                         help="on a GPU: compile and capture nothing")
 
 
+# Threads
+
+SPINS = "30000"  # a millisecond or so, longer than what lies between two products of a step
+
+
+def share_cores() -> None:
+    """Called before torch is imported: threads that wait for each other at the end of a product soon go to sleep.
+
+    Left to itself, libgomp, which runs them on Linux, has them spin ten times as long: where another program keeps one
+    of two cores busy, decoding takes 7 to 10 times as long, and so 4 to 5 times (results/cpu-busy-core.md). Fewer spins
+    do still better there, and slow down a quiet machine. What the environment says stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+
 # Ctrl-C
 
 def start(name: str) -> None:
@@ -150,17 +165,6 @@ def start(name: str) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     share_cores()
-
-
-def share_cores() -> None:
-    """Called before torch is imported: threads that wait for each other at the end of a product soon go to sleep.
-
-    Left to itself, libgomp, which runs them on Linux, has them spin ten times as long: where another program keeps one
-    of two cores busy, decoding takes 7 to 10 times as long, and so 4 to 5 times (results/cpu-busy-core.md). Fewer spins
-    do still better there, and slow down a quiet machine. What the environment says stays.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 class Terminated(KeyboardInterrupt):

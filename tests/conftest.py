@@ -10,7 +10,7 @@ except ImportError:
     pass
 from minicast.program import share_cores
 
-share_cores()
+share_cores()  # as a program does: other work beside real models would make their tests last
 import torch
 
 

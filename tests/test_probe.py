@@ -191,7 +191,7 @@ def test_probe_measures_and_leaves_nothing_behind(target, draft, body):
 
 def test_what_is_timed_is_a_round_in_use(target, draft, monkeypatch):
     """The drafter catches up with a round before it drafts; what is verified is random, not the pack of the proposal
-    before; and a larger tree never takes less, whatever noise says."""
+    before."""
     passes, read, extend = Passes(Decoder(target, draft), 64), [], draft.extend
     monkeypatch.setattr(draft, "extend", lambda *inputs: read.append(inputs[2].tolist()) or extend(*inputs))
     with torch.no_grad():
@@ -199,10 +199,6 @@ def test_what_is_timed_is_a_round_in_use(target, draft, monkeypatch):
         assert read == [[62, 63]] and passes.state.tokens[1] != passes.tokens[1]
         passes.settle(16)
     assert passes.state.tokens[1:16].tolist() == passes.tokens[1:16].tolist() and len(set(passes.tokens.tolist())) > 64
-    noise = {1: 5.0, DEPTH: 4.8, MAX_WIDTH: 5.2}
-    times = {("settle", 1): 20.0} | {("propose", N): ms for N, ms in noise.items()}
-    monkeypatch.setattr(probe, "interleaved", lambda *inputs, **protocol: Timings(times))
-    assert passes.costs([1]).propose_ms == (5.0, 5.0, 5.2)
 
 
 def test_full_probe(target, draft, table):
@@ -507,8 +503,11 @@ def test_a_width_a_round_is_priced_by_what_runs():
     N = decision.width
     assert N > 0 and known.rate == pytest.approx((1 + sum(GOOD[:N])) / costs.times(())[N])
     assert (known.width, known.draft_ms, known.times) == (15, 6.0, costs.times((), 15))
+    young = probe.policy_of("round", None, costs, (), back_off.BackOff())
+    assert (young.width, young.draft_ms, young.times) == (15, 6.0, costs.times((), 15))
     learning = probe.policy_of("round", None, costs, (), back_off.BackOff(), learn=print)
     assert (learning.width, learning.draft_ms, learning.times) == (MAX_WIDTH, 126.0, costs.times((), 127))
+    assert len(learning.times) == len(young.times) == 16
     assert learning.rate == 1 / 10.0  # AR's
 
 
@@ -669,12 +668,3 @@ def test_a_pair_that_was_recorded_to_pay_is_tried_again_sooner(target, draft, ta
     ship(draft, [0.9] * MAX_WIDTH, accepted=accepted)
     policy = Decoder(target, draft)._policy(Options("cast", "round"), 5, 9)
     assert policy.back_off.try_share == share
-
-
-def test_a_round_that_is_learned_from_is_charged_the_widest_proposal():
-    """All of its candidates are asked for, however few row counts were measured."""
-    costs = Costs((1, 16), (10.0, 12.0), (4.0, 5.0, 6.2), (1, 7, 127))
-    for learn, proposed in ((None, 15), (lambda masses, depths: None, MAX_WIDTH)):
-        policy = probe.policy_of("round", None, costs, (), back_off.BackOff(), learn)
-        assert policy.width == proposed and policy.draft_ms == costs.proposal_ms(proposed)
-        assert policy.times == costs.times((), proposed) and len(policy.times) == 16
