@@ -29,14 +29,16 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from tqdm import tqdm
 
-from model.linear import FEW_ROWS, trim
+from model.linear import FEW_ROWS
+from model.memory import trim
 from model.transformer import Layer, Pair, Window
 
 WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the recorded one will
@@ -60,13 +62,14 @@ class CompiledLayer:
         # All decoders' shapes count together, and beyond the limit a new one would be an error.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
         torch._dynamo.config.specialize_float = True  # epsilon is a constant, where sizes are open too
+        torch._dynamo.config.record_runtime_overhead = False  # for a profiler: a fiftieth of an AR step
         self.backend, self.failed = backend, False
         self.many = self._compile(Layer.forward, dynamic=False)
         # With one row a generated kernel streams the weight faster than cuBLAS does.
         self.one = self._compile(Layer.forward, {"coordinate_descent_tuning": True}, dynamic=False)
-        self.open = self._compile(Layer.forward, CPU_OPTIONS, dynamic=True)
+        self.open = Direct(Layer.forward, self._compile(Layer.forward, CPU_OPTIONS, dynamic=True))
         self.memory = self._compile(Layer.remember, dynamic=False)
-        self.open_memory = self._compile(Layer.remember, CPU_OPTIONS, dynamic=True)
+        self.open_memory = Direct(Layer.remember, self._compile(Layer.remember, CPU_OPTIONS, dynamic=True))
 
     def __call__(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair | None, window: Window | None) -> Tensor:
         """As `Layer.forward`: x (B, T, H) -> (B, T, H)."""
@@ -108,6 +111,37 @@ class CompiledLayer:
             self.failed = True
             warnings.warn(f"cannot compile, so layers run uncompiled and slower: {reason}", stacklevel=3)
             return plain(*arguments)
+
+
+class Direct:
+    """A function of a layer that was compiled with sizes left open, called past Dynamo wherever it has been before.
+
+    At every call Dynamo takes over the frame and checks all that the compiled code rests on. That is not much, but by then
+    the last layer's weights have driven it out of the CPU's caches: a fifth of the default model's AR step is Dynamo's. So
+    only a layer's first call with tensors of these shapes goes through it, to find or make the code that fits; later ones
+    go straight to that code. The number of live slots is all that may differ between them, below all slots: a slice of
+    these is none to the compiler.
+
+    Attributes:
+        function: `Layer.forward` or `Layer.remember`
+        compiled: the same, by torch.compile
+        codes: the code that fits, as a function, by what it rests on
+    """
+
+    def __init__(self, function: Callable, compiled: Callable):
+        self.function, self.compiled, self.codes = function, compiled, {}
+
+    def __call__(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair, where: Window | Tensor) -> Tensor | None:
+        """As `function`: x (B, T, H); where: its window, or its slots (T,)."""
+        sees = (where.mask is None, where.live == cache[0].shape[2]) if isinstance(where, Window) else None
+        key = layer, x.shape, cache[0].shape, sees
+        if code := self.codes.get(key):
+            return code(layer, x, rope, cache, where)
+        with torch.fx.experimental._config.patch(use_duck_shape=False):  # what is equal by chance will differ later
+            result = self.compiled(layer, x, rope, cache, where)
+        if entries := _debug_get_cache_entry_list(self.function):  # the last used comes first; none if compiling is off
+            self.codes[key] = FunctionType(entries[0].code, self.function.__globals__)
+        return result
 
 
 def to_host(values: Tensor) -> Tensor:
@@ -187,8 +221,11 @@ class CudaRecorder:
 
     def warm_up(self, function: Callable[[], Any]) -> None:
         """Run for the side effects: kernels compiled, workspaces allocated on the recording stream."""
-        with self._on_stream():
-            function()
+        with torch.cuda.device(self.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                function()
+            torch.cuda.current_stream().wait_stream(self.stream)
 
     def record(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """The graph of `function`, and what it returned. What is not compiled by now is an error."""
@@ -197,11 +234,3 @@ class CudaRecorder:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 output = function()
         return graph, output
-
-    @contextmanager
-    def _on_stream(self):
-        with torch.cuda.device(self.device):
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                yield
-            torch.cuda.current_stream().wait_stream(self.stream)

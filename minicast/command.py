@@ -17,9 +17,9 @@ from minicast.program import (
     INTERRUPTED, TERMINATED, Terminated, Unwritable, complain, interruptible, settle_streams, watched_streams,
 )
 from model import check_pair, hub, load_draft, load_target, load_tokenizer
-from model.config import read_json
 from model.dflash import FREQUENT_TOKENS, DraftHead
 from model.errors import UsageError, UserError
+from model.files import read_json
 from model.load import place
 from model.tokenizer import Tokenizer
 from model.transformer import Target

@@ -8,12 +8,11 @@ computed here is refused by its name, never skipped.
 It reads no weights: shapes are compared with the checkpoint's tensors in model/weights.py.
 """
 
-import json
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
-from model.default_model import another_copy
 from model.errors import UserError
+from model.files import read_json
 
 TARGETS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}  # architecture by family (model_type)
 DRAFT, NAMELESS = "DFlashDraftModel", "without an architecture"
@@ -150,17 +149,6 @@ class DraftConfig(TransformerConfig):
 def read_config(directory: str | Path) -> dict:
     """The values of `directory`/config.json."""
     return read_json(Path(directory) / "config.json")
-
-
-def read_json(path: Path) -> dict:
-    """The JSON object in a file; a file that is absent, cut, or holds none is named in one line."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested too deep
-        raise UserError(f"{path} cannot be read ({error}): {another_copy(path)}") from error
-    if type(value) is not dict:
-        raise UserError(f"{path} is not a JSON object: {another_copy(path)}")
-    return value
 
 
 def target_config(values: dict, where: str | Path = "config.json") -> TargetConfig:

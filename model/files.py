@@ -1,4 +1,5 @@
-"""Files that a user names, files that are whole or not there, and directories that say whose answers they hold.
+"""Files that a user names, JSON that is whole or named in an error, files that are whole or not there, and directories that
+say whose answers they hold.
 
 Whoever reads a file that is written here, or kills its writer, finds the old file or the new one.
 """
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from model.default_model import another_copy
 from model.errors import UsageError, UserError
 
 
@@ -72,6 +74,17 @@ def read_text(path: str | Path) -> str:
     except OSError as error:
         named_wrongly = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
         raise (UsageError if named_wrongly else UserError)(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file; a file that is absent, cut, or holds none is named in one line."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested too deep
+        raise UserError(f"{path} cannot be read ({error}): {another_copy(path)}") from error
+    if type(value) is not dict:
+        raise UserError(f"{path} is not a JSON object: {another_copy(path)}")
+    return value
 
 
 def claimed(directory: Path) -> dict | None:

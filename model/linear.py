@@ -15,15 +15,15 @@ float32. No layer holds both at once.
 The layer does not train: once packed, it has no `weight` any more.
 """
 
-import ctypes
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from model.memory import trim
 
 HALF_TOP = 14  # largest weight is scaled into [2^14, 2^15): half precision overflows at 2^16
 
@@ -120,13 +120,6 @@ def lay_out(*models: nn.Module | None, compiled: bool) -> None:
     for layer in stale:
         layer.to_panels() if compiled else layer.from_panels()
         trim()  # at once, or what all layers free would lie beside what they take
-
-
-def trim() -> None:
-    """Give freed memory back to the system: glibc keeps what lies between blocks in use, of weights that changed their
-    layout 200 MB and more. Other C libraries have no such call, and need none."""
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def narrow(weight: Tensor) -> Tensor:

@@ -21,10 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from model.config import read_json
 from model.default_model import another_copy
 from model.errors import UserError
-from model.linear import Linear, narrow, trim
+from model.files import read_json
+from model.linear import Linear, narrow
+from model.memory import trim
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"

@@ -7,6 +7,7 @@ recorded. Tokens are compared exactly in float32 with fixed seeds: no false alar
 """
 
 from functools import partial
+from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
@@ -27,8 +28,8 @@ from minicast.round import BUCKETS, COMPILED_BUCKETS, Settled, pack, prefill, pr
 from minicast.tree import candidate_pairs, device_tree, top_ranked
 from minicast.verify import target_choices
 from minicast.width import MAX_WIDTH
-from model.linear import Linear
-from model.transformer import Layer
+from model.linear import Linear, lay_out
+from model.transformer import Layer, Window
 from test_decode import CONTEXT, DEPTH, autoregressive, oracle, prompt_of, tiny_draft, tiny_target, tree_of
 
 STATIC = ["static", "flex"]
@@ -515,6 +516,76 @@ def test_layers_compile_over_the_live_slice_once_for_a_number_of_rows():
         counts = len(compiled) if round_trip == 0 else counts
         decoder.reset()
     assert len(compiled) == counts
+
+
+def live_pass(layer, run, n: int, live: int, slots: int, seed: int = 0, masked: bool = True):
+    """One pass of n rows over `live` of `slots` slots, by `run` -> (rows out, keys and values as they are then)."""
+    config, generator = layer.self_attn, torch.Generator().manual_seed(seed)
+    noise = partial(torch.randn, generator=generator)
+    cache = tuple(noise(1, config.kv_heads, slots, config.head_dim) for _ in range(2))
+    angles, rows = (noise(n, config.head_dim), noise(n, config.head_dim)), torch.arange(live - n, live)
+    mask = torch.ones(n, live, dtype=torch.bool).tril(live - n) if n > 1 and masked else None
+    with torch.no_grad():
+        return run(layer, noise(1, n, 32), angles, cache, Window(rows, rows, mask, live=live)), *cache
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("chance", [2, 4, 16, 32, 64, 128])  # heads, D, H, the MLP's width, S
+def test_what_is_compiled_where_sizes_are_equal_by_chance_holds_where_they_are_not(n, chance):
+    """Code that is called directly is not checked again, so it may rest on no number of live slots."""
+    torch._dynamo.reset()
+    layer = packed(tiny_target())[0].layers[0]
+    lay_out(Namespace(layers=torch.nn.ModuleList([layer])), compiled=True)
+    run = CompiledLayer()
+    for live in (chance, 40, 41, 127, 128):
+        got, expected = (live_pass(layer, how, n, live, slots=128) for how in (run, Layer.forward))
+        for one, other in zip(got, expected):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert len({code.__code__ for code in run.open.codes.values()}) == 2  # all slots, and fewer
+
+
+def test_a_layer_passes_through_dynamo_once_for_tensors_of_a_shape():
+    """Afterwards its code is called directly: Dynamo, pushed out of the caches by the weights, takes longer than a check."""
+    target, draft = packed(tiny_target(context=256), tiny_draft(context=256))
+    decoder, prompt = compiling(target, draft, []), prompt_of(5)
+    expected = autoregressive(target, prompt, 12).token_ids
+    run, calls = decoder.state.body.layer, []
+    for direct in (run.open, run.open_memory):
+        direct.compiled = lambda *passed, through=direct.compiled: calls.append(passed[0]) or through(*passed)
+    for _ in range(3):
+        for width in (0, 3, 7):
+            assert decoder.generate(prompt, width=width, max_new_tokens=12).token_ids == expected
+    once = len(target.layers) * 3 + len(draft.layers) * 2  # rows 1, 4 and 8; the drafter's block and what it reads
+    assert len(calls) == once
+    decoder.generate(prompt, width=7, max_new_tokens=150)  # the caches grow
+    assert len(calls) > once
+
+
+def test_a_pass_under_a_mask_and_one_without_get_code_of_their_own():
+    torch._dynamo.reset()
+    layer, run = packed(tiny_target())[0].layers[0], CompiledLayer(backend=lambda graph, inputs: graph.forward)
+    lay_out(Namespace(layers=torch.nn.ModuleList([layer])), compiled=True)
+    for masked in (False, True, False):
+        got, expected = (live_pass(layer, how, 4, 40, slots=128, masked=masked)[0] for how in (run, Layer.forward))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_hold_their_weights_otherwise_get_code_of_their_own():
+    """A weight that 16 bits do not hold stays in float32, beside layers that have 16: one layer's code would misread it."""
+    torch._dynamo.reset()
+    layers = packed(tiny_target())[0].layers
+    layers[1].mlp.down_proj.packed = None
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    layers[1].mlp.down_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layers[1].mlp.down_proj.pack()
+    lay_out(Namespace(layers=layers), compiled=True)
+    assert [layer.mlp.down_proj.panels.dtype for layer in layers] == [torch.bfloat16, torch.float32]
+    run = CompiledLayer(backend=lambda graph, inputs: graph.forward)
+    for live in (40, 41, 42):
+        for layer in layers:
+            got, expected = (live_pass(layer, how, 4, live, slots=128, seed=live)[0] for how in (run, Layer.forward))
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert len({code.__code__ for code in run.open.codes.values()}) == 2
 
 
 def test_decoders_that_compile_and_that_do_not_share_a_target():

@@ -20,8 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from model import default_model
-from model.config import read_config, read_json, target_config
+from model.config import read_config, target_config
 from model.errors import UserError
+from model.files import read_json
 from model.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
