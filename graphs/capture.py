@@ -118,29 +118,30 @@ class Direct:
 
     At every call Dynamo takes over the frame and checks all that the compiled code rests on. That is not much, but by then
     the last layer's weights have driven it out of the CPU's caches: a fifth of the default model's AR step is Dynamo's. So
-    only a layer's first call with tensors of these shapes goes through it, to find or make the code that fits; later ones
-    go straight to that code. The number of live slots is all that may differ between them, below all slots: a slice of
-    these is none to the compiler.
+    only a layer's first calls with tensors of these shapes go through it, to find or make the code that fits; later ones
+    go straight to that code. What may differ between them is the number of live slots. Code may rest on that, too, where it
+    was equal by chance to a size; so it is not called directly before Dynamo has found it to fit two numbers.
 
     Attributes:
         function: `Layer.forward` or `Layer.remember`
         compiled: the same, by torch.compile
         codes: the code that fits, as a function, by what it rests on
+        first: the live slots of the first pass that such code served
     """
 
     def __init__(self, function: Callable, compiled: Callable):
-        self.function, self.compiled, self.codes = function, compiled, {}
+        self.function, self.compiled, self.codes, self.first = function, compiled, {}, {}
 
     def __call__(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair, where: Window | Tensor) -> Tensor | None:
-        """As `function`: x (B, T, H); where: its window, or its slots (T,)."""
-        sees = (where.mask is None, where.live == cache[0].shape[2]) if isinstance(where, Window) else None
-        key = layer, x.shape, cache[0].shape, sees
+        """As `function`: x (B, T, H); where: its window, or its slots (T,), where there are no live ones."""
+        key = layer, x.shape, cache[0].shape, getattr(where, "mask", None) is None
         if code := self.codes.get(key):
             return code(layer, x, rope, cache, where)
-        with torch.fx.experimental._config.patch(use_duck_shape=False):  # what is equal by chance will differ later
-            result = self.compiled(layer, x, rope, cache, where)
+        result, live = self.compiled(layer, x, rope, cache, where), getattr(where, "live", None)
         if entries := _debug_get_cache_entry_list(self.function):  # the last used comes first; none if compiling is off
-            self.codes[key] = FunctionType(entries[0].code, self.function.__globals__)
+            code = entries[0].code
+            if self.first.setdefault((key, code), live) != live or live is None:
+                self.codes[key] = FunctionType(code, self.function.__globals__)
         return result
 
 

@@ -532,19 +532,19 @@ def live_pass(layer, run, n: int, live: int, slots: int, seed: int = 0, masked: 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("chance", [2, 4, 16, 32, 64, 128])  # heads, D, H, the MLP's width, S
 def test_what_is_compiled_where_sizes_are_equal_by_chance_holds_where_they_are_not(n, chance):
-    """Code that is called directly is not checked again, so it may rest on no number of live slots."""
+    """Code that is called directly is not checked again, so it may rest on no number of live slots. All of them: no slice."""
     torch._dynamo.reset()
     layer = packed(tiny_target())[0].layers[0]
     lay_out(Namespace(layers=torch.nn.ModuleList([layer])), compiled=True)
     run = CompiledLayer()
-    for live in (chance, 40, 41, 127, 128):
+    for live in (chance, 40, 41, 127, 128, 42):
         got, expected = (live_pass(layer, how, n, live, slots=128) for how in (run, Layer.forward))
         for one, other in zip(got, expected):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert len({code.__code__ for code in run.open.codes.values()}) == 2  # all slots, and fewer
+    assert len(run.open.codes) == 1
 
 
-def test_a_layer_passes_through_dynamo_once_for_tensors_of_a_shape():
+def test_a_layer_passes_through_dynamo_twice_for_tensors_of_a_shape():
     """Afterwards its code is called directly: Dynamo, pushed out of the caches by the weights, takes longer than a check."""
     target, draft = packed(tiny_target(context=256), tiny_draft(context=256))
     decoder, prompt = compiling(target, draft, []), prompt_of(5)
@@ -555,10 +555,12 @@ def test_a_layer_passes_through_dynamo_once_for_tensors_of_a_shape():
     for _ in range(3):
         for width in (0, 3, 7):
             assert decoder.generate(prompt, width=width, max_new_tokens=12).token_ids == expected
-    once = len(target.layers) * 3 + len(draft.layers) * 2  # rows 1, 4 and 8; the drafter's block and what it reads
-    assert len(calls) == once
+    rows = {(layer, *shape) for layer, *shape, _ in run.open.codes}
+    assert len(rows) == len(target.layers) * 3 + len(draft.layers)  # 1, 4 and 8 rows; the drafter's block
+    passed = 2 * len(rows) + len(draft.layers)  # what the drafter reads knows no live slots
+    assert len(calls) == passed
     decoder.generate(prompt, width=7, max_new_tokens=150)  # the caches grow
-    assert len(calls) > once
+    assert len(calls) > passed
 
 
 def test_a_pass_under_a_mask_and_one_without_get_code_of_their_own():
