@@ -120,12 +120,12 @@ class Direct:
     the last layer's weights have driven it out of the CPU's caches: a fifth of the default model's AR step is Dynamo's. So
     only a layer's first calls with tensors of these shapes go through it, to find or make the code that fits; later ones
     go straight to that code. What may differ between them is the number of live slots. Code may rest on that, too, where it
-    was equal by chance to a size; so it is not called directly before Dynamo has found it to fit two numbers.
+    was equal by chance to a size; so it is called directly for that number alone until Dynamo has found it to fit another.
 
     Attributes:
         function: `Layer.forward` or `Layer.remember`
         compiled: the same, by torch.compile
-        codes: the code that fits, as a function, by what it rests on
+        codes: the code that fits, as a function, by what it rests on, and by the live slots where it may fit no others
         first: the live slots of the first pass that such code served
     """
 
@@ -134,14 +134,14 @@ class Direct:
 
     def __call__(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair, where: Window | Tensor) -> Tensor | None:
         """As `function`: x (B, T, H); where: its window, or its slots (T,), where there are no live ones."""
-        key = layer, x.shape, cache[0].shape, getattr(where, "mask", None) is None
-        if code := self.codes.get(key):
+        live, key = getattr(where, "live", None), (layer, x.shape, cache[0].shape, getattr(where, "mask", None) is None)
+        if code := self.codes.get(key) or self.codes.get((key, live)):
             return code(layer, x, rope, cache, where)
-        result, live = self.compiled(layer, x, rope, cache, where), getattr(where, "live", None)
+        result = self.compiled(layer, x, rope, cache, where)
         if entries := _debug_get_cache_entry_list(self.function):  # the last used comes first; none if compiling is off
             code = entries[0].code
-            if self.first.setdefault((key, code), live) != live or live is None:
-                self.codes[key] = FunctionType(code, self.function.__globals__)
+            fits_any = live is None or live != self.first.setdefault((key, code), live)
+            self.codes[key if fits_any else (key, live)] = FunctionType(code, self.function.__globals__)
         return result
 
 

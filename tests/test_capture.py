@@ -541,7 +541,7 @@ def test_what_is_compiled_where_sizes_are_equal_by_chance_holds_where_they_are_n
         got, expected = (live_pass(layer, how, n, live, slots=128) for how in (run, Layer.forward))
         for one, other in zip(got, expected):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert len(run.open.codes) == 1
+    assert len([key for key in run.open.codes if key[0] is layer]) == 1  # fits any number
 
 
 def test_a_layer_passes_through_dynamo_twice_for_tensors_of_a_shape():
@@ -555,12 +555,17 @@ def test_a_layer_passes_through_dynamo_twice_for_tensors_of_a_shape():
     for _ in range(3):
         for width in (0, 3, 7):
             assert decoder.generate(prompt, width=width, max_new_tokens=12).token_ids == expected
-    rows = {(layer, *shape) for layer, *shape, _ in run.open.codes}
+    rows = [key for key in run.open.codes if isinstance(key[0], Layer)]  # that fit any number of live slots
     assert len(rows) == len(target.layers) * 3 + len(draft.layers)  # 1, 4 and 8 rows; the drafter's block
     passed = 2 * len(rows) + len(draft.layers)  # what the drafter reads knows no live slots
     assert len(calls) == passed
     decoder.generate(prompt, width=7, max_new_tokens=150)  # the caches grow
     assert len(calls) > passed
+    calls.clear()
+    layer = target.layers[0]
+    for _ in range(3):
+        live_pass(layer, run, 4, live=7, slots=300)
+    assert len(calls) == 1  # another number would be the second
 
 
 def test_a_pass_under_a_mask_and_one_without_get_code_of_their_own():
