@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from tqdm import tqdm
 
 from model.linear import FEW_ROWS
@@ -138,7 +137,8 @@ class Direct:
         if code := self.codes.get(key) or self.codes.get((key, live)):
             return code(layer, x, rope, cache, where)
         result = self.compiled(layer, x, rope, cache, where)
-        if entries := _debug_get_cache_entry_list(self.function):  # the last used comes first; none if compiling is off
+        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(self.function)
+        if entries:  # the last used comes first; none if compiling is off
             code = entries[0].code
             fits_any = live is None or live != self.first.setdefault((key, code), live)
             self.codes[key if fits_any else (key, live)] = FunctionType(code, self.function.__globals__)

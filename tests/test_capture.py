@@ -532,7 +532,7 @@ def live_pass(layer, run, n: int, live: int, slots: int, seed: int = 0, masked: 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("chance", [2, 4, 16, 32, 64, 128])  # heads, D, H, the MLP's width, S
 def test_what_is_compiled_where_sizes_are_equal_by_chance_holds_where_they_are_not(n, chance):
-    """Code that is called directly is not checked again, so it may rest on no number of live slots. All of them: no slice."""
+    """Code that is called directly is not checked again, so it may rest on no number of live slots, nor on all being live."""
     torch._dynamo.reset()
     layer = packed(tiny_target())[0].layers[0]
     lay_out(Namespace(layers=torch.nn.ModuleList([layer])), compiled=True)

@@ -340,6 +340,12 @@ def test_without_torch_every_program_says_what_to_install(monkeypatch, capsys):
     assert capsys.readouterr().err == "bench.py: torch is not installed: pip install -r requirements.txt\n"
 
 
+def test_what_does_not_compile_does_not_wait_for_the_compiler():
+    """Importing it takes a second and 60 MB."""
+    code = "import sys, minicast, model, minicast.bench; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.parametrize("said", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
 def test_a_program_shares_its_cores_unless_told_how(monkeypatch, said):
     environment = dict(said)
