@@ -141,9 +141,8 @@ def panel_product(x: Tensor, panels: Tensor) -> Tensor:
     rows = x.as_strided(x.shape, x.stride()).unbind()
     streams = math.gcd(len(panels), min(STREAMS, max(SUMS // len(rows), 1)))
     parts = panels.unflatten(0, (streams, -1)).unbind()
-    # Concatenated as they are summed, for a view in between would be a copy.
-    sums = [torch.cat([(row[None, None, :, None] * part.float()).sum(2) for row in rows]) for part in parts]
-    return torch.cat(sums, dim=1).flatten(1)
+    sums = [(row[None, None, :, None] * part.float()).sum(2) for row in rows for part in parts]
+    return torch.cat(sums).view(len(rows), -1)  # one concatenation, in memory order: each sum is written to its place
 
 
 @dataclass(frozen=True)
