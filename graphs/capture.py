@@ -43,7 +43,7 @@ from model.transformer import Layer, Pair, Window
 WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the recorded one will
 MOST_SHAPES = 1024  # compiled in one process
 MAX_GRAPHS = 64  # kept at once, or all are dropped: a request's few, for several widths and ways of sampling
-ROWS = (1, 4, 8, FEW_ROWS)  # that layers are compiled for on a CPU, as long as there are few
+ROWS = (1, 4, 8, FEW_ROWS)  # packed, that layers are compiled for on a CPU; a wider pack takes a bucket of `minicast.round`
 CPU_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}  # multiply and add in one instruction
 
 

@@ -1,8 +1,8 @@
 """Several turns in one conversation, at a terminal or from a pipe (`run.py --chat`).
 
 Every turn sends the whole conversation, and the decoder keeps the longest prefix that both its caches, the target's
-and the drafter's (paper, §2, Round state), already hold: a turn prefills little more than its own message. This room
-only sees to it that the ids begin the same way. How they are decoded is in `decode`.
+and the drafter's (paper, §2, Round state), already hold: a turn prefills little more than its own message. This
+module only sees to it that the ids begin the same way. How they are decoded is in `decode`.
 """
 
 import sys

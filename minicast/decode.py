@@ -6,8 +6,9 @@ proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a 
 A round is seven steps: draft, propose, pack (`propose`), verify, walk, commit (`settle`), emit (`Decoder.stream`).
 A chain is a tree without branches and autoregressive decoding a tree without nodes, so there is one round for all.
 
-The two functions and the state between them are in `round`, methods in `methods`; trees are built in `tree`, walked
-in `verify`, sampled in `sampling`, and their width is chosen in `width`. This module holds the order of things.
+The two functions and the state between them are in `round`, methods in `methods`; trees are built in `tree` and walked
+in `verify`, tokens are chosen in `sampling`, and `policy` chooses the width by the rule of `width`. This module holds
+the order of things.
 """
 
 import time
@@ -123,7 +124,7 @@ class Round:
     Attributes:
         token_ids: tokens emitted, after cuts
         accepted: how many of them, from the left, were drafted; the rest are the target's own
-        tree: the N nodes proposed; None for the prefill
+        tree: the N nodes verified, those that the policy kept; None for the prefill
         path: packed rows accepted, from row 0, the root
         stop_reason: why the answer ends here, or None
     """
@@ -279,14 +280,14 @@ class Decoder:
             return options.width
         if isinstance(options.width, Integral):
             return FixedWidth(clamp_width(options.width))
-        custom = callable(options.method) and is_custom(options.method)
-        if self.draft is None or new_tokens == 0 or not (custom or options.method in ("cast", best_first)):
+        method = options.method if callable(options.method) else METHODS[options.method]
+        if self.draft is None or new_tokens == 0 or method in (no_tree, chain):
             return FixedWidth(UNINFORMED)
         if self.deployment is None:
             from minicast.probe import Deployment
 
             self.deployment = Deployment(self)
-        return self.deployment.policy(options, custom, prompt_tokens, new_tokens)
+        return self.deployment.policy(options, is_custom(method), prompt_tokens, new_tokens)
 
     def request(self, options: Options, drafts: bool) -> Request:
         """What the rounds need of `options`; drafts: false where the width is 0 throughout."""

@@ -1,4 +1,4 @@
-"""Pictures of what the side rooms measured, as PNG files; needs matplotlib (pip install matplotlib).
+"""Pictures of what bench, probe and replay measured, as PNG files; needs matplotlib (pip install matplotlib).
 
     python -m minicast.plot FILE.json... --out DIR
 
@@ -9,7 +9,7 @@ What a file holds decides what is drawn, after the file's own name:
                                   NAME-latency-auto-P.png of the costs that width "auto" went by
     bench     NAME-speedup.png    speedup over AR, mean of prompts, against width N, N* marked (paper, Figure 3)
     replay    NAME-lengths.png    R against N, replayed and as the drafter's scores promise
-              NAME-scores.png     correction ranks, reliability, masses, shapes (paper, Figure 4)
+              NAME-scores.png     correction ranks, reliability, masses (paper, Figure 4), shapes (Appendix G)
 
 Nothing is measured here, and only the line is computed.
 """
@@ -149,7 +149,7 @@ def scores(analysis: dict):
     label(reliable, "(b) Reliability at depth one", "drafter's probability", "hit rate")
     masses.set_yscale("log")
     threshold = (analysis.get("policies") or {}).get("threshold", 0.0)
-    if threshold > 0.0:  # costs that fall with the width have none, and older analyses did not keep it
+    if threshold > 0.0:  # costs that fall with the width have none
         masses.axhline(threshold, color="black", linestyle="--", linewidth=0.8, label=f"threshold {threshold:.2g}")
     label(masses, "(c) Sorted prefix masses", "candidate", "mean mass")
     bars(shapes, [finding["shapes"] for finding in findings])
@@ -167,10 +167,7 @@ def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
     if "rows" in values:
         probes = {f"latency-{probe['prefix']}": (latency, probe["costs"]) for probe in values.get("probes", [])}
         costs = values.get("costs") or {}
-        if "packed" in costs:  # an older bench kept those of one prefix
-            probes["latency"] = latency, costs
-        else:
-            probes |= {f"latency-auto-{prefix}": (latency, each) for prefix, each in costs.items()}
+        probes |= {f"latency-auto-{prefix}": (latency, each) for prefix, each in costs.items()}
         return ({"speedup": (speedup, values)} if swept_widths(values) else {}) | probes
     probe = values.get("costs", values)
     if isinstance(probe, dict) and {"packed", "settle_ms"} <= probe.keys():

@@ -13,6 +13,7 @@ replayed from CUDA graphs on a GPU (`graphs.capture`). What repeats them, and st
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -247,9 +248,8 @@ def pack(state: State, tree: Tree) -> None:
 
 def propose(state: State, request: Request, token_ids: Sequence[int], width: int) -> Tree:
     """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
-    drafter = lambda depth=None: draft(state, depth)
     try:
-        tree = request.method(Proposal(list(token_ids), width, request.rank_cap, drafter, state.static, state.P.device))
+        tree = request.method(Proposal(list(token_ids), width, request.rank_cap, partial(draft, state), state.static, state.P.device))
         if request.custom:
             from minicast.custom_method import check_tree
 

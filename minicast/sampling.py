@@ -1,4 +1,5 @@
-"""From the target's logits to a token: one law, one source of randomness (paper, Theorem 3).
+"""From the target's logits to a token: one law, one source of randomness (paper, Appendix C, the direct
+sampled walk).
 
 Legend: T temperature, P cached prefix length, d depth in the packed tree (the pending root b has depth 0),
 V vocabulary size, n packed rows.

@@ -117,7 +117,7 @@ class Answer:
         if isinstance(self.width, int):
             return str(max(self.output.widths))  # not as asked for: it may have been beyond the widest tree
         counts = sorted(Counter(self.output.widths).items(), reverse=True)
-        return f"{self.width}: " + ", ".join(f"{N} in {rounds} rounds" for N, rounds in counts)
+        return f"{self.width}: " + ", ".join(f"{N} in {rounds} round{'s' if rounds > 1 else ''}" for N, rounds in counts)
 
 
 def show_answer(

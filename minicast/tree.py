@@ -227,10 +227,9 @@ def device_tree(tokens: torch.Tensor, log_q: torch.Tensor, width: int, pairs: to
     packed = node.new_zeros(1 + levels * width).scatter(0, node + 1, rows)      # the root, then the levels
     above = (depth - 1) * width + place_of_parent.index_select(0, pick) + 1     # the parent's place in packed
     parent = packed.index_select(0, above.clamp(min=0)) - 1
-    real = log_mass > -inf
     return Tree(
         tokens=tokens.flatten().index_select(0, slot),
-        parents=torch.where(real, parent, -1),
-        depths=torch.where(real, depth, 0) + 1,
+        parents=parent,  # nodes of no mass are of the first level, whose own come first among them: they hang off the root
+        depths=depth + 1,
         log_mass=log_mass,
     )

@@ -12,6 +12,8 @@ float32. No layer holds both at once.
 - `to_panels`, what compiled layers read: panels of bfloat16 or half precision, and for a few input rows
   `panel_product`, of which a compiler makes one loop over the weights. Without a compiler it would be slow.
 
+Symbols, in this file alone: N outputs, K inputs, M rows of input, P panels of PANEL outputs.
+
 The layer does not train: once packed, it has no `weight` any more.
 """
 

@@ -100,4 +100,5 @@ def randomise(model: nn.Module, dtype: torch.dtype, device, generator: torch.Gen
                 parameter.data.fill_(1.0)
             else:
                 parameter.data.normal_(std=SPREAD, generator=generator)
+                parameter.data.copy_(parameter.data.bfloat16())  # as published: 16 bits hold them, see `model.linear`
     return model

@@ -313,9 +313,9 @@ class Sampler:
     """Draws sequences and anchors.
 
     Domains are drawn by the square root of their size: a large one does not drown the others, nor is a small one learnt
-    by heart. The anchors of a sequence are dealt
-    from a shuffled deck, so that none comes twice before all came once. Sequences that are read already are drawn
-    from, and one more joins at every step: training does not wait until all are read, nor learns a few by heart.
+    by heart. The anchors of a sequence are dealt from a shuffled deck, so that none comes twice before all came once.
+    Sequences that are read already are drawn from, and one more joins at every step: training does not wait until all
+    are read, nor learns a few by heart.
     """
 
     def __init__(self, examples: list[Example], cache: ReadingCache):

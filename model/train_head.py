@@ -4,6 +4,9 @@ A decoder drafts one block at a time from a cache that holds the context. Traini
 position of one is an anchor where a block may begin: here the context's keys and values are computed once for all of
 them, and each block sees the context before its own root, and itself. Per anchor that is what DraftHead computes.
 
+Symbols: B sequences, A anchors of each (no accepted nodes), L block depth, S = L + 1 rows of a block, T positions,
+F = taps·H, G query heads to a key head, K labels kept, V' rows of the LM head that the loss runs over.
+
 Which anchors are taken, and what they are labelled with, is model/train_data.py.
 """
 
@@ -122,7 +125,7 @@ def head_config(target: Target, layers: int, block_size: int, taps: Sequence[int
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         eps=config.eps,
-        rope=type(config.rope)(config.rope.theta),
+        rope=Rope(config.rope.theta),  # plain: a head drafts without the target's stretched context
         context=config.context,
         qk_norm=True,
         block_size=block_size,

@@ -1,7 +1,7 @@
 """The frozen target: a Qwen3 or LLaMA decoder-only transformer that also hands out tap features.
 
 Symbols: B batch, T rows of this pass, S cache slots, H hidden size, V vocabulary, D head dimension,
-Hq and Hkv query and key/value heads.
+Hq and Hkv query and key/value heads, M keys attended to, or slots moved.
 
 One pass is described by a `Window`: which cache slots its keys go to and which slots each row sees. A prompt
 chunk, one autoregressive step and a packed tree (paper, Lemma 1) differ only in their window. The model knows

@@ -28,6 +28,7 @@ from minicast.subject import load_random_head
 from model import load_draft, load_target, load_tokenizer
 from model.errors import UsageError, UserError
 from model.files import write_atomically
+from model.linear import linear_layers, weight_bytes
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 ARMS = [Arm("ar"), Arm("dflash"), Arm("cast", 7)]
@@ -1097,6 +1098,8 @@ def test_program_measures_a_random_head(flags, models, tmp_path):
     real, placement = load_draft(models[1]), bench.Placement.choose("cpu", "float32")
     target, random_head = load_random_head(Choice(*models, None), placement)
     assert random_head.config == real.config and random_head.directory is None
+    weights = sum(layer.in_features * layer.out_features for layer in linear_layers(random_head))
+    assert weight_bytes(random_head) == 2 * weights  # as those of published heads, so it takes as long
     assert not torch.equal(random_head.norm.weight, real.norm.weight)
     assert torch.equal(target.norm.weight, load_target(models[0]).norm.weight)
 

@@ -27,7 +27,7 @@ def no_git(monkeypatch):
 def in_process(monkeypatch):
     """Stages in this process: starting one takes seconds."""
 
-    def run(stage, shape, findings):
+    def run(stage, shape, findings, seconds):
         try:
             run_stage(stage, shape, findings)
         except Exception:
@@ -141,7 +141,7 @@ def test_what_a_stage_said_of_its_failure_is_kept(tmp_path, monkeypatch):
     """Its exit status says less."""
     Findings(tmp_path).add("a", "failed", "ValueError: why")
     monkeypatch.setattr(gpu_check.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1))
-    launch("a", "tiny", Findings(tmp_path))
+    launch("a", "tiny", Findings(tmp_path), 9)
     assert Findings(tmp_path).read()["a"] == {"failed": "ValueError: why"}
 
 
@@ -184,9 +184,21 @@ def test_wrong_numbers_fail_their_stage(tmp_path, monkeypatch, stage, function, 
     assert name in json.loads((tmp_path / "gpu-check.json").read_text())[stage]["failed"]
 
 
-def test_the_stages_leave_the_parent_time():
-    """The visit as a whole has nine minutes."""
-    assert sum(stage.seconds for stage in STAGES.values()) <= 520
+def test_the_visit_ends_in_time(tmp_path, monkeypatch):
+    """It has nine minutes as a whole. A stage has its own share of them, and never more than is left."""
+    now, allowed = [1e6], []
+
+    def run(command, timeout):
+        allowed.append(timeout)
+        now[0] += timeout
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    assert main(Namespace(out=tmp_path, shape="tiny")) == 1
+    shares = [stage.seconds for stage in STAGES.values()]
+    assert sum(shares) > sum(allowed) == gpu_check.VISIT <= 520
+    assert allowed[:4] == shares[:4] and all(each <= share for each, share in zip(allowed, shares, strict=True))
 
 
 def test_a_stage_that_fails_does_so_alone(tmp_path, in_process, monkeypatch):
@@ -209,8 +221,7 @@ def test_a_stage_that_fails_does_so_alone(tmp_path, in_process, monkeypatch):
 
 def test_a_stage_that_hangs_is_stopped(tmp_path, monkeypatch):
     """A wrong kernel can wait for ever; the visit is short."""
-    monkeypatch.setitem(STAGES, "g", Stage(STAGES["g"].run, 0.05))
-    launch("g", "tiny", Findings(tmp_path))
+    launch("g", "tiny", Findings(tmp_path), 0.05)
     assert json.loads((tmp_path / "gpu-check.json").read_text())["g"] == {"stopped": "after 0.05 s"}
 
 
@@ -254,7 +265,7 @@ def test_other_shapes_are_measured_as_far_as_they_fit(monkeypatch):
         gpu_check.other_shapes(check, ["qwen3-4b", "tiny"], prefix=16)
     assert events == ["collect", "qwen3-4b", "collect", "tiny"]
     assert found.pop("qwen3-4b").startswith("skipped")
-    assert list(found) == ["tiny: verify 64 rows", "tiny: verify 1 rows", "tiny: draft and a tree of 63"]
+    assert list(found) == ["tiny: verify 64 rows", "tiny: draft and a tree of 63", "tiny: verify 1 rows"]
 
 
 def test_a_shape_that_does_not_fit_names_one_that_may(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PURE = [f"minicast/{name}.py" for name in ("tree", "verify", "theorem3", "sampling", "nucleus", "width", "back_off", "policy")]
-SOURCES = sorted(p for room in ("minicast", "model", "graphs") for p in (ROOT / room).glob("*.py")) + [ROOT / "run.py"]
+SOURCES = sorted(p for package in ("minicast", "model", "graphs") for p in (ROOT / package).glob("*.py")) + [ROOT / "run.py"]
 
 
 def code_lines(path: Path) -> int:
@@ -46,33 +46,33 @@ def test_run_stays_short():
 ROUND = ["run", "minicast/decode", "minicast/tree", "minicast/verify", "minicast/sampling"]
 ROUND += ["model/transformer", "model/dflash", "model/weights", "model/config"]
 ROUND += [f"graphs/{path.stem}" for path in (ROOT / "graphs").glob("*.py")]
-SPLIT_OFF = ["minicast/round", "minicast/methods", "model/linear"]  # from the decoder and the transformer, once
+SPLIT_OFF = ["minicast/round", "minicast/methods", "model/linear"]  # of the same path, counted apart
 
 
-def test_the_rooms_of_a_round_stay_short():
+def test_the_modules_of_a_round_stay_short():
     """They are to be read over lunch, so they may shrink, not grow.
 
     It is not all that a default run imports. How wide to draft is decided in `width`, `back_off`, `policy`, `curve`,
     `probe` and `machine`, and changes no text; prompts, templates, downloads and the terminal come before the ids and
     after them.
     """
-    main, split_off = (sum(code_lines(ROOT / f"{room}.py") for room in rooms) for rooms in (ROUND, SPLIT_OFF))
+    main, split_off = (sum(code_lines(ROOT / f"{name}.py") for name in names) for names in (ROUND, SPLIT_OFF))
     assert main < 1500
     assert main + split_off <= 1810
 
 
-def test_rooms_import_one_way():
+def test_packages_import_one_way():
     """`model` knows no decoder and no graphs; trees, walk, sampling and widths know neither model nor graphs."""
     for path in SOURCES:
-        room, names = path.parent.name, imports(path)
-        rooms = {name.split(".")[0] for name in names}
-        if room == "model" and not path.name.startswith("train_"):
-            assert not rooms & {"minicast", "graphs"}, path
-        if room == "graphs":
-            assert "minicast" not in rooms, path
+        package, names = path.parent.name, imports(path)
+        imported = {name.split(".")[0] for name in names}
+        if package == "model" and not path.name.startswith("train_"):
+            assert not imported & {"minicast", "graphs"}, path
+        if package == "graphs":
+            assert "minicast" not in imported, path
         if str(path.relative_to(ROOT)) in PURE:
-            assert not rooms & {"model", "graphs"}, path
-        assert "transformers" not in rooms, path
+            assert not imported & {"model", "graphs"}, path
+        assert "transformers" not in imported, path
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

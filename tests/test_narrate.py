@@ -186,6 +186,7 @@ def test_the_story_has_the_figures_of_the_round(tell, models, names, method, wid
         (str(i), f"{mass:.4f}", str(depth), "b" if parent < 0 else str(parent + 1), mark, repr(text))
         for i, mass, depth, parent, mark, text in expected
     ]
+    assert ("N = 0: nothing is proposed, b goes alone" in parts[1]) is (method == "ar")
     if method != "ar":
         best = re.findall(r"^   q_\d +\d\.\d{4}([* ])", parts[1], re.MULTILINE)
         assert len(best) == 7 and [mark == "*" for mark in best] == [d in tree.depths for d in range(1, 8)]

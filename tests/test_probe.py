@@ -17,11 +17,12 @@ from minicast import back_off, decode, probe
 from minicast.back_off import RECORDED_TRY_SHARE, TRY_SHARE
 from minicast.curve import MassCurve
 from minicast.decode import Decoder, Options
+from minicast.methods import METHODS
 from minicast.policy import AutoWidth, FixedWidth, RoundWidth
 from minicast.probe import LEARNED, Costs, Deployment, Passes, Timings, interleaved
 from minicast.round import BUCKETS
 from minicast.tree import best_first_tree, chain_tree
-from minicast.width import MAX_WIDTH, CostModel, stopping_width
+from minicast.width import MAX_WIDTH, UNINFORMED, CostModel, stopping_width
 from model.errors import UsageError, UserError
 from test_decode import DEPTH, autoregressive, prompt_of, tiny_draft, tiny_target
 
@@ -84,7 +85,7 @@ PROPOSED = (-1, -DEPTH, -127)  # as `table.asked` tells the widths that proposal
 
 def test_interleaved_takes_medians_in_turn():
     """Warm-ups do not count, one slow moment does not either, and passes alternate."""
-    now, log = [0.0], []
+    now, log = [1e6], []
 
     def takes(name, seconds):
         def run():
@@ -620,8 +621,8 @@ def test_flat_cost_is_a_wide_tree(target, draft, table):
     assert isinstance(policy, AutoWidth) and policy.width > 60
 
 
-def test_which_methods_get_which_policy(target, draft, table):
-    """A method of one's own gets one width, and is never silenced; ar and dflash are not probed for."""
+def test_which_methods_get_which_policy(target, draft, table, monkeypatch):
+    """A method of one's own gets one width, by name or not, and is never silenced; ar and dflash are not probed for."""
     def own(proposal):
         return chain_tree(proposal.draft(), 3)
 
@@ -634,6 +635,9 @@ def test_which_methods_get_which_policy(target, draft, table):
     young = decoder._policy(Options("cast", "round"), 5, 9)
     assert isinstance(young, RoundWidth) and young.look and young.rate == 1 / FLAT[1]
     ship(draft)
+    monkeypatch.setitem(METHODS, "own", own)
+    named, unnamed = (Decoder(target, draft)._policy(Options(method, "auto"), 5, 9) for method in ("own", own))
+    assert named == unnamed and isinstance(named, FixedWidth) and named.width > UNINFORMED
     deployment = Deployment(decoder)
     known = deployment.policy(Options("cast", "round"), False, 5, 9)
     speeds = deployment.decision(deployment.costs_at(5, 9)).tokens_per_second

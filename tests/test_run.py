@@ -569,7 +569,7 @@ def test_figures_of_an_answer():
     answer.width = 1000  # as asked for, before it was cut
     assert "3 of cast (N = 15)" in answer.lines()[2]
     answer.width, answer.output.widths = "auto", [7, 0, 7]
-    assert "3 of cast (N = auto: 7 in 2 rounds, 0 in 1 rounds)" in answer.lines()[2]
+    assert "3 of cast (N = auto: 7 in 2 rounds, 0 in 1 round)" in answer.lines()[2]
 
 
 def test_figures_of_an_answer_interrupted_in_its_first_round():

@@ -21,7 +21,7 @@ CHAT = (
 )
 TEXTS = [
     "plain", "👋🏽 wave", "日本語のテキスト", "naïve – “quotes”", "a\N{REPLACEMENT CHARACTER}b", "👩‍👩‍👧‍👦",
-    " lead and trail ",
+    " lead and trail ", "a 👋",
 ]
 
 
@@ -164,7 +164,7 @@ def pieces(tokenizer, ids, cuts):
 def test_streamed_pieces_concatenate_to_the_text(tmp_path, text):
     """Token by token, and in two groups split at every point: the pieces are the text, and none ends in half
     a character (a replacement character that the text does not have)."""
-    tokenizer = save(tmp_path, byte_level([("a", "i"), ("Ã", "©"), ("Ġ", "l")]))
+    tokenizer = save(tmp_path, byte_level([("a", "i"), ("Ã", "©"), ("Ġ", "l"), ("Ġ", "ð")]))
     ids = tokenizer.encode(text)
     for cuts in (range(1, len(ids)), *([split] for split in range(len(ids) + 1))):
         parts = pieces(tokenizer, ids, cuts)

@@ -15,7 +15,7 @@ from model import load_draft, load_target
 from model.config import DraftConfig, Rope
 from model.errors import UsageError
 from model.linear import PANEL, SLICE, Linear, lay_out, panel_product
-from model.transformer import KVCache, Rotary, dot_product_attention, rope_frequencies
+from model.transformer import KVCache, RMSNorm, Rotary, dot_product_attention, rope_frequencies
 
 GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 1e-4  # relative to the largest value, float32
@@ -202,3 +202,14 @@ def test_a_weight_that_16_bits_do_not_hold_is_found_wherever_it_lies():
     assert torch.equal(layer(torch.eye(2)).T, weight)
     layer.to_panels()
     assert layer.panels.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "dtype, most",
+    [(torch.bfloat16, 4e-3), (torch.float16, 1e-3), (torch.float32, 1e-6), (torch.float64, 1e-14)],
+)
+def test_the_mean_square_of_16_bits_is_taken_in_32(dtype, most):
+    """Squares of half precision overflow in it; a float64 model stays in 64 bits."""
+    x, norm = torch.full((1, 4096), 300.0, dtype=dtype), RMSNorm(4096, 0.0)
+    norm.weight.data = torch.ones(4096, dtype=dtype)
+    assert (norm(x) - 1).abs().max() <= most

@@ -614,7 +614,7 @@ def test_round_width_keeps_what_pays():
     assert policy.keep(tree_of([0.5, 0.1])) == 1
     assert policy.keep(tree_of([0.05, 0.01])) == 0
     policy.observe(0, 1, 0.013)
-    assert policy.back_off.purse == pytest.approx(BUDGET - 0.3)
+    assert policy.back_off.purse == pytest.approx(BUDGET - 0.3) and policy.back_off.price == pytest.approx(0.3)
     for _ in range(20):
         policy.observe(0, 1, 0.013 if policy.width else 0.010)
     assert policy.width == 0 and policy.keep(tree_of([])) == 0

@@ -22,6 +22,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, from anywhere
 
 from minicast import Decoder  # noqa: E402
+from minicast.bench import check_compiled  # noqa: E402
 from minicast.machine import cpu_name, measure_floor  # noqa: E402
 from minicast.report import commit  # noqa: E402
 from model import load_target, load_tokenizer  # noqa: E402
@@ -35,13 +36,14 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="minicast's layers compiled; transformers as it is")
     arguments = parser.parse_args()
     count = arguments.new_tokens
 
     directory = resolve(arguments.model, "target")
     prompt_ids = load_tokenizer(arguments.model).encode_chat(PROMPT)
     target = load_target(arguments.model, torch.float32, "cpu")
-    decoder = Decoder(target)
+    decoder = Decoder(target, compile=arguments.compile)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     theirs.generation_config.eos_token_id = None  # both give exactly so many tokens
     inputs = torch.tensor([prompt_ids])
@@ -71,6 +73,7 @@ def main() -> None:
         latest = ", ".join(f"{name} {values[-1]:.1f} ms" for name, values in steps.items())
         print(f"repeat {repeat}: {latest}", file=sys.stderr)
     floor_ms = min(floor_ms, measure_floor(target).ms)
+    check_compiled({PROMPT: decoder}, arguments.compile)
 
     medians = {name: statistics.median(values) for name, values in steps.items()}
     print("| program | ms a step, median | fastest | slowest | over the streaming floor |")
