@@ -163,6 +163,11 @@ def basics(check: Check) -> None:
         report("device", torch.cuda.get_device_name(device))
         report("capability", ".".join(map(str, torch.cuda.get_device_capability(device))))
         report("memory GB", torch.cuda.get_device_properties(device).total_memory / 1e9)
+        x, graph = torch.zeros(4, device=device), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x += 1
+        graph.replay()
+        check.require("a graph replays", bool((x == 1).all()))
     report("copy GB/s", check.bytes_per_second / 1e9)
     size = check.size(8192, 128)
     a, b = (torch.randn(size, size, dtype=check.dtype, device=device) for _ in range(2))  # zeros are multiplied faster
@@ -175,12 +180,6 @@ def basics(check: Check) -> None:
         error = float((out.float() - expected).abs().max() / expected.abs().max())
         what = f"flex attention of {n} rows, {heads} heads over 2, in {dtype}, error over largest output"
         check.require(what, error <= MOST_ERROR[dtype], error)
-    if device.type == "cuda":
-        x, graph = torch.zeros(4, device=device), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            x += 1
-        graph.replay()
-        check.require("a graph replays", bool((x == 1).all()))
 
 
 def attention_of(check: Check, n: int, prefix: int, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
