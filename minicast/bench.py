@@ -24,7 +24,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -118,12 +118,12 @@ def warm_up(decoders: dict[Arm, Decoder], prompt_ids: Sequence[int], options: di
         measure(decoders[arm], arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
 
 
-def check_compiled(decoders: dict[Arm, Decoder], compile: bool | None = None) -> None:
+def check_compiled(decoders: Iterable[Decoder], compile: bool | None = None) -> None:
     """UserError where layers that should be compiled ran as they are written: their times are another measurement.
 
     compile: as it was asked for, see `Decoder`; a decoder that finds no compiler has no layer that could have failed
     """
-    for decoder in decoders.values():
+    for decoder in decoders:
         layer = decoder.state.body.layer
         if layer.failed if layer else compile:
             raise UserError("layers did not compile, for the reason above: repair that, or measure them with --eager")
@@ -254,7 +254,7 @@ def run_plan(decoders: dict[Arm, Decoder], plan: Plan, journal: Journal) -> None
                 bar.set_description(question.domain)
                 options, draw = plan.asked(index, repeat), random.Random(f"{plan.seed} {repeat} {index}")
                 outputs = race(decoders, question.prompt_ids, options, plan.turn, draw)
-                check_compiled(decoders)  # a shape that came up only now
+                check_compiled(decoders.values())  # a shape that came up only now
                 where = {"domain": question.domain, "prompt": index, "repeat": repeat}
                 journal.append(compared(first, outputs, question.prompt_ids, options, **where))
                 bar.update()
@@ -461,7 +461,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     check_lengths(subject.questions, target.context)
     decoders = decoders_of(arms, target, draft, arguments)
     warm_up(decoders, subject.questions[0].prompt_ids, plan.asked(0))
-    check_compiled(decoders, arguments.compile)
+    check_compiled(decoders.values(), arguments.compile)
     probes = []
     if arguments.probe_full:
         deployment = Deployment(decoders[arms[0]])

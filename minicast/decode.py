@@ -280,14 +280,14 @@ class Decoder:
             return options.width
         if isinstance(options.width, Integral):
             return FixedWidth(clamp_width(options.width))
-        method = options.method if callable(options.method) else METHODS[options.method]
-        if self.draft is None or new_tokens == 0 or method in (no_tree, chain):
+        request = self.request(options, drafts=True)
+        if self.draft is None or new_tokens == 0 or request.method in (no_tree, chain):
             return FixedWidth(UNINFORMED)
         if self.deployment is None:
             from minicast.probe import Deployment
 
             self.deployment = Deployment(self)
-        return self.deployment.policy(options, is_custom(method), prompt_tokens, new_tokens)
+        return self.deployment.policy(options, request.custom, prompt_tokens, new_tokens)
 
     def request(self, options: Options, drafts: bool) -> Request:
         """What the rounds need of `options`; drafts: false where the width is 0 throughout."""

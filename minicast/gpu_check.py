@@ -331,23 +331,18 @@ def profile(check: Check) -> None:
 def more_latencies(check: Check) -> None:
     """Other row counts, a long prefix, other widths; then the other shapes."""
     pair = check.pair(check.name)
-    target, draft = pair
     short, long = check.size(1024, 64), check.size(8192, 256)
     decoder = check.decoder(pair, max_length=check.longest)
     passes = Passes(decoder, short, long + 64)
     for n in (96, 65, 48, 32, 24):
-        ms = check.milliseconds(partial(passes.settle, n))
-        check.timed(f"verify {n} rows", ms, settle_bytes(target, short))
+        time_settle(check, passes, n, f"verify {n} rows")
     for width in (127, 31, 15):
-        ms = check.milliseconds(partial(passes.propose, width))
-        check.timed(f"draft and a tree of {width}", ms, propose_bytes(target, draft, short))
+        time_propose(check, passes, width, f"draft and a tree of {width}")
     passes.prefix = long
     for n in (64, 1):
-        ms = check.milliseconds(partial(passes.settle, n))
-        check.timed(f"verify {n} rows after {long}", ms, settle_bytes(target, long))
-    ms = check.milliseconds(partial(passes.propose, 63))
-    check.timed(f"draft and a tree of 63 after {long}", ms, propose_bytes(target, draft, long))
-    del pair, target, draft, decoder, passes
+        time_settle(check, passes, n, f"verify {n} rows after {long}")
+    time_propose(check, passes, 63, f"draft and a tree of 63 after {long}")
+    del pair, decoder, passes
     other_shapes(check, () if check.tiny else [name for name in OTHERS if name != check.name], short)
 
 
@@ -366,12 +361,18 @@ def other_shapes(check: Check, names: Sequence[str], prefix: int) -> None:
 def other_shape(check: Check, name: str, prefix: int) -> None:
     pair = check.pair(name)
     passes = Passes(check.decoder(pair, max_length=check.longest), prefix, prefix + prefix // 2)
-    for n in (64, 1):  # one row last: it is long to tune
-        ms = check.milliseconds(partial(passes.settle, n))
-        check.timed(f"{name}: verify {n} rows", ms, settle_bytes(pair[0], prefix))
-        if n > 1:
-            ms = check.milliseconds(partial(passes.propose, n - 1))
-            check.timed(f"{name}: draft and a tree of {n - 1}", ms, propose_bytes(*pair, prefix))
+    time_settle(check, passes, 64, f"{name}: verify 64 rows")
+    time_propose(check, passes, 63, f"{name}: draft and a tree of 63")
+    time_settle(check, passes, 1, f"{name}: verify 1 rows")  # last: it is long to tune
+
+
+def time_settle(check: Check, passes: Passes, n: int, name: str) -> None:
+    check.timed(name, check.milliseconds(partial(passes.settle, n)), settle_bytes(passes.state.target, passes.prefix))
+
+
+def time_propose(check: Check, passes: Passes, width: int, name: str) -> None:
+    ms = check.milliseconds(partial(passes.propose, width))
+    check.timed(name, ms, propose_bytes(passes.state.target, passes.state.draft, passes.prefix))
 
 
 def kernels(check: Check) -> None:
@@ -440,7 +441,7 @@ def default_model(check: Check) -> None:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage and the seconds it may take, its process's start included.
+    """A stage and the most seconds it may take, its process's start included.
 
     rests: whether something rests on its last figures, so that a stage which ran out of time has failed
     """

@@ -149,7 +149,7 @@ def scores(analysis: dict):
     label(reliable, "(b) Reliability at depth one", "drafter's probability", "hit rate")
     masses.set_yscale("log")
     threshold = (analysis.get("policies") or {}).get("threshold", 0.0)
-    if threshold > 0.0:  # costs that fall with the width have none
+    if threshold > 0.0:  # costs that fall with the width have none, and older analyses did not keep it
         masses.axhline(threshold, color="black", linestyle="--", linewidth=0.8, label=f"threshold {threshold:.2g}")
     label(masses, "(c) Sorted prefix masses", "candidate", "mean mass")
     bars(shapes, [finding["shapes"] for finding in findings])
@@ -167,7 +167,10 @@ def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
     if "rows" in values:
         probes = {f"latency-{probe['prefix']}": (latency, probe["costs"]) for probe in values.get("probes", [])}
         costs = values.get("costs") or {}
-        probes |= {f"latency-auto-{prefix}": (latency, each) for prefix, each in costs.items()}
+        if "packed" in costs:  # an older bench kept those of one prefix
+            probes["latency"] = latency, costs
+        else:
+            probes |= {f"latency-auto-{prefix}": (latency, each) for prefix, each in costs.items()}
         return ({"speedup": (speedup, values)} if swept_widths(values) else {}) | probes
     probe = values.get("costs", values)
     if isinstance(probe, dict) and {"packed", "settle_ms"} <= probe.keys():

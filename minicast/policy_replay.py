@@ -51,7 +51,7 @@ class Measured:
             key, found, buckets = values.get("key", {}), values["costs"], values.get("buckets", ())
             if values.get("probes"):
                 found = {probe["prefix"]: probe["costs"] for probe in values["probes"]}
-            elif "packed" in found:  # of the cache
+            elif "packed" in found:  # of the cache; or of an older bench, which kept those of one prefix
                 if key.get("compiled") or key.get("positions"):  # what is padded is measured at buckets alone
                     buckets = found["packed"]
                 found = {key.get("prefix", 0): found}

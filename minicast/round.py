@@ -248,8 +248,9 @@ def pack(state: State, tree: Tree) -> None:
 
 def propose(state: State, request: Request, token_ids: Sequence[int], width: int) -> Tree:
     """Steps 1–3: draft, propose, pack. The method decides whether to draft at all."""
+    proposal = Proposal(list(token_ids), width, request.rank_cap, partial(draft, state), state.static, state.P.device)
     try:
-        tree = request.method(Proposal(list(token_ids), width, request.rank_cap, partial(draft, state), state.static, state.P.device))
+        tree = request.method(proposal)
         if request.custom:
             from minicast.custom_method import check_tree
 

@@ -47,6 +47,7 @@ FILES = {
         bench() | {"costs": {P: {"packed": [1, 16], "settle_ms": [20.0, 30.0]} for P in ("256", "1024")}},
         ["speedup", "latency-auto-256", "latency-auto-1024"],
     ),
+    "older bench": (bench() | {"costs": {"packed": [1, 16], "settle_ms": [20.0, 30.0]}}, ["speedup", "latency"]),
     "table": ({"packed": [16, 32], "settle_ms": [30.0, 46.0]}, ["latency"]),
 }
 
@@ -147,7 +148,7 @@ def test_four_panels_of_scores():
     ({"threshold": 0.12}, {"threshold 0.12": 0.12}), ({"threshold": -0.01}, {}), ({"predicted": 4}, {}), (None, {}),
 ], ids=str)
 def test_the_stopping_threshold_is_among_the_masses(policies, drawn):
-    """Where the analysis has one that a mass can meet; those without costs have none."""
+    """Where the analysis has one that a mass can meet; older analyses and those without costs have none."""
     pytest.importorskip("matplotlib")
     masses = plot.scores(FILES["replay"][0] | {"policies": policies}).axes[2]
     found = {line.get_label(): line.get_ydata()[0] for line in masses.lines if "threshold" in line.get_label()}

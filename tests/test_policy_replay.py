@@ -153,6 +153,7 @@ def test_costs_from_a_file(tmp_path, capsys):
         ({"costs": values, "key": device | {"compiled": True, "positions": 0}}, [256], (1, 4)),
         ({"costs": values, "key": device | {"compiled": False, "positions": 4096}}, [256], (1, 4)),
         (bench | {"costs": None, "probes": [{"prefix": 99, "costs": values}]}, [99], ()),
+        (bench | {"costs": values, "probes": []}, [0], ()),  # of an older version, which told neither
         (bench | later, [256, 1024], (1, 16)),
         (bench | later | {"probes": [{"prefix": 99, "costs": values}]}, [99], (1, 16)),
     ]:
