@@ -122,8 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     memory = peak_memory(placement.device)
     if arguments.json:
         where = {"weights": choice.source(), "placement": str(placement), "peak_memory_bytes": memory}
-        layer, asked = decoder.state.body.layer, {name: getattr(arguments, name) for name in ASKED}
-        asked["compiled"] = bool(layer and not layer.failed)
+        asked = {name: getattr(arguments, name) for name in ASKED} | {"compiled": decoder.state.compiled}
         screen.write(json.dumps(answer.figures() | where | {"options": asked}) + "\n")
     else:
         last = [f"memory   {memory / 1e6:.0f} MB at peak", f"weights  {choice.source()}; {placement}"]

@@ -25,6 +25,7 @@ Nothing here knows what a round is: that is in `minicast.round`, and on a CPU it
 """
 
 import gc
+import os
 import sys
 import time
 import warnings
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from model.errors import UserError
 from model.linear import FEW_ROWS
 from model.memory import trim
 from model.transformer import Layer, Pair, Window
@@ -58,11 +60,18 @@ class CompiledLayer:
     """
 
     def __init__(self, backend: Callable | None = None):
-        # All decoders' shapes count together, and beyond the limit a new one would be an error.
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
-        torch._dynamo.config.specialize_float = True  # epsilon is a constant, where sizes are open too
-        torch._dynamo.config.record_runtime_overhead = False  # for a profiler: a fiftieth of an AR step
         self.backend, self.failed = backend, False
+        try:
+            from torch._dynamo import config  # imported here: it takes a second, and makes the cache's directory
+        except OSError as error:
+            reason = f"{error.filename}: {error.strerror}"
+            raise UserError(f"the compiler's cache, see TORCHINDUCTOR_CACHE_DIR, cannot be made: {reason}") from error
+        # All decoders' shapes count together, and beyond the limit a new one would be an error.
+        config.recompile_limit = config.accumulated_recompile_limit = MOST_SHAPES
+        config.specialize_float = True  # epsilon is a constant, where sizes are open too
+        config.record_runtime_overhead = False  # for a profiler: a fiftieth of an AR step
+        if config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+            self._fail("TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set")
         self.many = self._compile(Layer.forward, dynamic=False)
         # With one row a generated kernel streams the weight faster than cuBLAS does.
         self.one = self._compile(Layer.forward, {"coordinate_descent_tuning": True}, dynamic=False)
@@ -83,17 +92,20 @@ class CompiledLayer:
         compiled = Layer.remember if packed else self.memory if x.is_cuda else self.open_memory
         self._run(compiled, Layer.remember, layer, x, rope, cache, slots)
 
-    def works(self) -> bool:
-        """Whether anything compiles here."""
+    def try_out(self) -> None:
+        """Compile a function that is no layer: whether anything compiles here is known before the first answer."""
         self._run(self._compile(torch.nn.functional.silu), torch.nn.functional.silu, torch.zeros(8))
-        return not self.failed
 
     def _compile(self, function: Callable, options: dict | None = None, **how) -> Callable:
         def inductor(graph, inputs):
-            from torch._inductor.compile_fx import compile_fx  # imported here: it takes a second
+            from torch._inductor import compile_fx, utils
 
-            with tqdm(total=1, desc="compile", leave=False, disable=None):
-                compiled = compile_fx(graph, inputs, config_patches=options)
+            try:
+                with tqdm(total=1, desc="compile", leave=False, disable=None):
+                    compiled = compile_fx.compile_fx(graph, inputs, config_patches=options)
+            except BaseException:  # Ctrl-C ends the C++ compiler, too; what it left would count as failed from then on
+                utils.clear_caches()
+                raise
             gc.collect()  # what compiling took
             trim()
             return compiled
@@ -101,15 +113,16 @@ class CompiledLayer:
         return torch.compile(function, fullgraph=True, backend=self.backend or inductor, **how)
 
     def _run(self, compiled: Callable, plain: Callable, *arguments) -> Tensor | None:
-        if self.failed:
-            return plain(*arguments)
-        try:
-            return compiled(*arguments)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).split(" raised:\n", 1)[-1].strip().partition("\n")[0]  # a backend's own, less its name
-            self.failed = True
-            warnings.warn(f"cannot compile, so layers run uncompiled and slower: {reason}", stacklevel=3)
-            return plain(*arguments)
+        if not self.failed:
+            try:
+                return compiled(*arguments)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                self._fail(str(error).split(" raised:\n", 1)[-1].strip().partition("\n")[0])  # a backend's own, less its name
+        return plain(*arguments)
+
+    def _fail(self, reason: str) -> None:
+        self.failed = True
+        warnings.warn(f"cannot compile, so layers run uncompiled and slower: {reason}", stacklevel=4)
 
 
 class Direct:

@@ -118,14 +118,10 @@ def warm_up(decoders: dict[Arm, Decoder], prompt_ids: Sequence[int], options: di
         measure(decoders[arm], arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
 
 
-def check_compiled(decoders: Iterable[Decoder], compile: bool | None = None) -> None:
-    """UserError where layers that should be compiled ran as they are written: their times are another measurement.
-
-    compile: as it was asked for, see `Decoder`; a decoder that finds no compiler has no layer that could have failed
-    """
+def check_compiled(decoders: Iterable[Decoder]) -> None:
+    """UserError where layers that should be compiled ran as they are written: their times are another measurement."""
     for decoder in decoders:
-        layer = decoder.state.body.layer
-        if layer.failed if layer else compile:
+        if decoder.state.body.layer and not decoder.state.compiled:
             raise UserError("layers did not compile, for the reason above: repair that, or measure them with --eager")
 
 
@@ -461,7 +457,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     check_lengths(subject.questions, target.context)
     decoders = decoders_of(arms, target, draft, arguments)
     warm_up(decoders, subject.questions[0].prompt_ids, plan.asked(0))
-    check_compiled(decoders.values(), arguments.compile)
+    check_compiled(decoders.values())
     probes = []
     if arguments.probe_full:
         deployment = Deployment(decoders[arms[0]])

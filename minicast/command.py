@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from minicast.program import (
-    INTERRUPTED, TERMINATED, Terminated, Unwritable, complain, interruptible, settle_streams, watched_streams,
+    INTERRUPTED, Terminated, Unwritable, complain, interruptible, settle_streams, watched_streams,
 )
 from model import check_pair, hub, load_draft, load_target, load_tokenizer
 from model.dflash import FREQUENT_TOKENS, DraftHead
@@ -47,7 +47,7 @@ def guarded(program: str, run: Callable[[], int], stopped: str = "") -> int:
     except KeyboardInterrupt as stop:
         if stopped:
             complain(f"{program}: stopped; {stopped}")
-        return TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
+        return stop.status if isinstance(stop, Terminated) else INTERRUPTED
     except BrokenPipeError:  # the reader, `head` perhaps, has enough
         return 0
     except OSError as error:

@@ -190,8 +190,8 @@ class Decoder:
         if compile and not cuda:
             lay_out(target, draft, compiled=True)  # before the compiler, too, takes memory
         layer = CompiledLayer() if compile else None
-        if layer and not cuda and not layer.works():
-            layer = None
+        if layer and not cuda:
+            layer.try_out()
         self.state = State(target, draft, BODIES[name](layer))
         self.graphs = Graphs(CudaRecorder(target.device)) if cuda and compile else None
         if cuda:  # cuDNN's attention plans for each number of keys anew, longer than a round takes
@@ -335,8 +335,7 @@ class Decoder:
 
         Also the moment to lay out the weights, which another decoder on the same target may have done its own way.
         """
-        layer = self.state.body.layer
-        lay_out(self.target, self.draft, compiled=layer is not None and not layer.failed)
+        lay_out(self.target, self.draft, compiled=self.state.compiled)
         if self.state.static:
             positions = min(1 << (max(positions, self.max_length) - 1).bit_length(), self.target.context)
         if self.state.reserve(positions) and self.graphs:

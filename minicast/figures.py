@@ -560,7 +560,8 @@ def difference_lines(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         found = row.R_difference
         if row.domain == MEAN and found and found.low is not None:
-            verdict = "lies above 0" if found.low > 0 else "lies below 0" if found.high < 0 else "contains 0"
+            low, high = round(found.low, 2), round(found.high, 2)  # as they are shown
+            verdict = "lies above 0" if low > 0 else "lies below 0" if high < 0 else "contains 0"
             yield f"R of {row.arm} less R of dflash, over all prompts: {found}, an interval that {verdict}"
 
 

@@ -424,7 +424,7 @@ def default_model(check: Check) -> None:
 
     pair, _ = hub.default_pair(check.device.type == "cuda")
     if check.tiny or not hub.is_local(pair):
-        check.report("default model", f"{pair.name}: skipped")
+        check.report("default model", "skipped: a rehearsal" if check.tiny else f"skipped: {pair.name} is not on this machine")
         return
     tokenizer = load_tokenizer(pair.name)
     ids = tokenizer.encode_chat("How many positive divisors does 360 have? Explain step by step.")

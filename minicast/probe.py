@@ -12,6 +12,7 @@ Which width follows is decided in `width`. Only imported where a width is to be 
 
 import hashlib
 import json
+import os
 import time
 import warnings
 from collections import defaultdict
@@ -32,7 +33,7 @@ from graphs.capture import clock
 from minicast.back_off import BackOff, Pace
 from minicast.curve import MassCurve, read_shipped
 from minicast.decode import Decoder, Options
-from minicast.machine import processor
+from minicast.machine import cpu_seconds, processor
 from minicast.policy import AutoWidth, FixedWidth, Policy, RoundWidth
 from minicast.round import MAX_ROWS, Request
 from minicast.width import FIT_FROM, MAX_WIDTH, UNINFORMED, CostModel, Decision, best_drafted, decide, round_times
@@ -41,12 +42,13 @@ from model.dflash import DraftHead
 from model.files import write_atomically
 from model.linear import weight_bytes
 
-FORMAT = 3  # of the cached costs: raise it when what is measured changes
+FORMAT = 4  # of the cached costs: raise it when what is measured changes
 ASKED = (1, 4, 8, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # row counts, where they are not the buckets'
 ASKED_FIRST = 16     # up to here always; beyond, only while the rule still adds nodes
 BEHIND = 2           # positions the drafter has to catch up with before a draft: about what a round commits
 WARM_UPS, REPEATS, LEAST_REPEATS = 2, 15, 3  # a short burst of other work should not outlast the median
-SPREAD, WORKED = 1.5, 0.5  # beyond this spread of AR's times, or under this share of a CPU, the probe was disturbed
+# Beyond this spread of AR's times, under this share of a CPU, or where others had this many of its CPUs, a probe was disturbed.
+SPREAD, WORKED, LOST = 1.5, 0.5, 0.1
 DISTURBED = "disturbed by other work on this machine"
 SECONDS = 3.0        # a group of passes is not repeated further beyond this
 PREFIXES = (256, 1024, 4096, 16384, 65536)  # prefix lengths that costs are measured at
@@ -116,25 +118,27 @@ class Timings:
         ms: median milliseconds of each pass
         spread: the first pass's upper quartile over its lower one
         worked: share of the time in which this thread ran on a CPU; 1 where it waits for a device
+        lost: CPUs, on average, that other programs had of those this one has threads for
     """
 
     ms: dict[Hashable, float]
     spread: float = 1.0
     worked: float = 1.0
+    lost: float = 0.0
 
     @property
     def steady(self) -> bool:
-        """Whether nothing else wanted this machine meanwhile. Each sign misses something: a machine that is shared all
-        the time is evenly slow, which only `worked` tells; a thread that spins for a slow partner counts as working,
-        which only `spread` tells.
+        """Whether nothing else wanted this machine meanwhile. Each sign misses something. Work that comes and goes makes
+        times uneven. Work that is there all the time makes them evenly slow: this thread waits for a CPU, or, where it
+        spins for a partner that waits for one, others have that CPU, if the system tells.
         """
-        return self.spread <= SPREAD and self.worked >= WORKED
+        return self.spread <= SPREAD and self.worked >= WORKED and self.lost <= LOST
 
 
 def interleaved(
     passes: dict[Hashable, Callable[[], object]],
     clock: Callable[[], float],
-    worked: Callable[[], float] | None = None,
+    used: Callable[[], tuple[float, float]] | None = None,
     warm_ups: int = WARM_UPS,
     repeats: int = REPEATS,
     seconds: float = SECONDS,
@@ -143,10 +147,10 @@ def interleaved(
 
     Slow passes, that take longer than `seconds`, are warmed up once and repeated LEAST_REPEATS times.
 
-    clock: seconds; worked: CPU seconds of this thread, None where that says nothing
+    clock: seconds; used: CPU seconds, see `machine.cpu_seconds`; None where they say nothing
     """
     times = {name: [] for name in passes}
-    opened, timed, working = clock(), 0, worked and worked()
+    opened, timed, before = clock(), 0, used and used()
     for repeat in tqdm(range(warm_ups + repeats), "measuring costs", leave=False, disable=None):
         late = clock() - opened > seconds
         if late and timed >= LEAST_REPEATS:
@@ -158,9 +162,11 @@ def interleaved(
             if not warm:
                 times[name].append(clock() - started)
         timed += not warm
-    share = (worked() - working) / (clock() - opened) if worked else 1.0
+    elapsed = clock() - opened
+    worked, others = ((now - then) / elapsed for now, then in zip(used(), before)) if used else (1.0, 0.0)
+    lost = others - max(os.cpu_count() - torch.get_num_threads(), 0)
     low, _, high = quantiles(next(iter(times.values())) * 2, n=4, method="inclusive")  # twice: one time has quartiles
-    return Timings({name: 1e3 * median(values) for name, values in times.items()}, high / low, share)
+    return Timings({name: 1e3 * median(values) for name, values in times.items()}, high / low, worked, max(lost, 0.0))
 
 
 class Passes:
@@ -208,10 +214,10 @@ class Passes:
 
         What compiles or records at its first run does so before, the largest first (see `graphs.capture`).
         """
-        for run in reversed(runs.values()) if self.state.body.layer or self.decoder.graphs else ():
+        for run in reversed(runs.values()) if self.state.compiled or self.decoder.graphs else ():
             run()
-        worked = time.thread_time if self.decoder.target.device.type == "cpu" else None
-        return interleaved(runs, partial(clock, self.decoder.target.device), worked, **protocol)
+        used = cpu_seconds if self.decoder.target.device.type == "cpu" else None
+        return interleaved(runs, partial(clock, self.decoder.target.device), used, **protocol)
 
     def costs(self, packed: Sequence[int], **protocol) -> Costs:
         """Of these row counts, AR's first, and of the draft; protocol: as for `measure`."""
@@ -348,6 +354,7 @@ class Deployment:
         curve, curve_file: the pair's mass curve and where it is kept
         shipped: whether it lies beside the head: then it is used as it is, of however few rounds
         costs: by prefix length, as far as asked for
+        compiled: whether they are of compiled layers
         probed: seconds that measuring them took here, 0 while the disk knew them
         paces: how long rounds take in use, against those costs, by prefix length, too
         back_offs: what drafting has earned so far, by the width asked for
@@ -359,6 +366,7 @@ class Deployment:
         self.curve, self.curve_file = curve_of(decoder, shipped)
         self.shipped = shipped is not None
         self.costs: dict[int, Costs] = {}
+        self.compiled = decoder.state.compiled
         self.probed = 0.0
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)
         self.back_offs = {width: BackOff() for width in ("auto", "round")}
@@ -383,6 +391,9 @@ class Deployment:
     def costs_at(self, prompt_tokens: int, new_tokens: int, reprobe: bool = False) -> Costs:
         """Costs for an answer of that size; probed where neither this decoder nor the disk knows them."""
         decoder, prefix = self.decoder, self.prefix_for(prompt_tokens, new_tokens)
+        if self.compiled != decoder.state.compiled:  # compiling has failed since, and what was measured runs no more
+            self.compiled = decoder.state.compiled
+            self.costs.clear()
         key = cost_key(decoder, prefix)
         path = cache_directory() / "costs" / f"{digest(key)}.json"
         known = None if reprobe else self.costs.get(prefix) or read_costs(path, key)
@@ -390,6 +401,8 @@ class Deployment:
             started = time.perf_counter()
             known = measure(decoder, prefix, prompt_tokens + new_tokens, self.known_masses, known)
             self.probed += time.perf_counter() - started
+            if self.compiled != decoder.state.compiled:  # it failed meanwhile
+                return self.costs_at(prompt_tokens, new_tokens, reprobe)
             if known.steady:
                 keep(path, {"key": key, "costs": asdict(known)}, "the next start probes again")
             else:
@@ -500,7 +513,7 @@ def cost_key(decoder: Decoder, prefix: int) -> dict:
         "draft_vocabulary": scored_tokens(draft),
         "weight_bytes": weight_bytes(target),
         "attention": type(state.body).__name__,
-        "compiled": state.body.layer is not None,
+        "compiled": state.compiled,
         "positions": decoder.max_length if state.static else 0,
         "prefix": prefix,
     }

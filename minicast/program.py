@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-INTERRUPTED, TERMINATED = 130, 143  # what shells report after Ctrl-C, and after SIGTERM
+INTERRUPTED = 130  # what shells report after Ctrl-C
 
 
 class Parser(argparse.ArgumentParser):
@@ -168,28 +168,38 @@ def start(name: str) -> None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which `timeout` and a machine that shuts down send: it ends all that Ctrl-C ends, and the program."""
+    """SIGTERM, which `timeout` and a machine that shuts down send, or SIGHUP, which a terminal that is closed sends: it ends
+    all that Ctrl-C ends, and the program, with the status that shells report after this signal.
+    """
+
+    def __init__(self, number: int = signal.SIGTERM):
+        super().__init__()
+        self.status = 128 + number
 
 
-def _terminate(*_) -> None:
-    raise Terminated
+ENDS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def _terminate(number: int, frame) -> None:
+    raise Terminated(number)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C is a KeyboardInterrupt in here, as it was before `start`, and SIGTERM is one, too."""
+    """Ctrl-C is a KeyboardInterrupt in here, as it was before `start`, and so is what ends a program, if nobody ignores it."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
+    ends = [number for number in ENDS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ends:
+        signal.signal(number, _terminate)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if signal.getsignal(signal.SIGTERM) is _terminate:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ends:
+            signal.signal(number, signal.SIG_DFL)
 
 
 # Streams

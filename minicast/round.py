@@ -108,9 +108,14 @@ class State:
         self.reset()
 
     @property
+    def compiled(self) -> bool:
+        """Whether layers run compiled; not where compiling has failed."""
+        return self.body.layer is not None and not self.body.layer.failed
+
+    @property
     def buckets(self) -> tuple[int, ...]:
         """Packed rows that rounds are padded to, ascending; none: a round runs as many as it has."""
-        return BUCKETS if self.static else COMPILED_BUCKETS if self.body.layer else ()
+        return BUCKETS if self.static else COMPILED_BUCKETS if self.compiled else ()
 
     def reset(self) -> None:
         """Forget the cached prefix, and free the caches, unless graphs may hold their addresses."""

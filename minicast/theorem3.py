@@ -81,9 +81,11 @@ def stochastic_choices(
     Returns (n,) int64; -1 at a row without finite log p, as `minicast.sampling.choose`.
     """
     # Sorting by log q + Gumbel noise puts the children in the order in which drawing without replacement,
-    # each time by the renormalised proposal, would draw them.
+    # each time by the renormalised proposal, would draw them. Beside a huge constant noise would be lost to rounding.
+    log_q = children.log_q.double()
+    log_q = log_q - log_q.amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)     # (n, K)
     draws = gumbel(keyed_uniform(seed, positions, children.tokens, PROPOSAL, torch.float64))      # (n, K)
-    log_q, order = children.log_q.double(), (children.log_q + draws).argsort(dim=1, descending=True)
+    order = (log_q + draws).argsort(dim=1, descending=True)
     log_q, tokens = log_q.gather(1, order), children.tokens.gather(1, order)                      # (n, K)
     is_child = log_q > -torch.inf                                                                 # (n, K)
     p = torch.where(is_child, log_p.gather(1, tokens).double().exp(), 0.0)                        # (n, K)

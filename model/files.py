@@ -13,6 +13,8 @@ from pathlib import Path
 from model.default_model import another_copy
 from model.errors import UsageError, UserError
 
+SETTINGS = "settings.json"  # in a directory of answers: whose they are
+
 
 def write_atomically(path: Path, content: str | Callable[[Path], object]) -> None:
     """Write text, or what `content` writes to the path that it is given, beside `path`; then put it there.
@@ -66,11 +68,11 @@ def check_file(path: Path, flag: str) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file. UsageError where there is none of that name, UserError where it is not to be read."""
+    """The text of a file. UsageError where there is none of that name, or no text, UserError where it is not to be read."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
-        raise UserError(f"cannot read {path}: it is not UTF-8") from error
+        raise UsageError(f"cannot read {path}: it is not UTF-8") from error
     except OSError as error:
         named_wrongly = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
         raise (UsageError if named_wrongly else UserError)(f"cannot read {path}: {error.strerror}") from error
@@ -89,7 +91,7 @@ def read_json(path: Path) -> dict:
 
 def claimed(directory: Path) -> dict | None:
     """What `claim` noted there; None if it never did. UserError where that is damaged."""
-    file = directory / "settings.json"
+    file = directory / SETTINGS
     if not file.exists():
         return None
     try:
@@ -104,11 +106,12 @@ def claim(directory: Path, settings: dict, notes: dict | None = None) -> None:
     UsageError where it holds answers of other settings, UserError where it cannot be written.
     """
     known = claimed(directory)
-    if known is not None and not settings.items() <= known.items():
+    holds = directory.is_dir() and any(file.stat().st_size for file in directory.iterdir() if file.name != SETTINGS)
+    if known is not None and holds and not settings.items() <= known.items():
         told = ", ".join(f"{name} {known.get(name)}" for name in settings)
         raise UsageError(f"{directory} holds answers of {told}: give the same flags again, or another --out")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(directory / "settings.json", json.dumps(settings | (notes or {}), indent=1) + "\n")
+        write_atomically(directory / SETTINGS, json.dumps(settings | (notes or {}), indent=1) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {directory}: {error.strerror}") from error

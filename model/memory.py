@@ -1,7 +1,11 @@
-"""This process's memory, as the C library keeps it."""
+"""This process's memory, as the C library keeps it, and this machine's."""
 
 import ctypes
 from contextlib import suppress
+
+import torch
+
+from model.errors import UserError
 
 
 def trim() -> None:
@@ -9,3 +13,24 @@ def trim() -> None:
     layout 200 MB and more. Other C libraries have no such call, and need none."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def require_memory(needed: int, what: str, device: torch.device | str) -> None:
+    """UserError where this machine has fewer bytes than `what` needs: Linux would end the program without a word.
+
+    Of a GPU nothing is asked: there, what does not fit is an error of its own.
+    """
+    free = free_memory()
+    if torch.device(device).type == "cpu" and free is not None and needed > free:
+        sizes = f"{needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        raise UserError(f"{what} take {sizes}: end other programs, or choose a smaller model")
+
+
+def free_memory() -> int | None:
+    """Bytes that a program can still have here, swap included; None where Linux does not tell."""
+    try:
+        with open("/proc/meminfo") as file:
+            kilobytes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in file)}
+        return (kilobytes["MemAvailable"] + kilobytes["SwapFree"]) * 1024
+    except (OSError, ValueError, KeyError):
+        return None

@@ -13,6 +13,7 @@ from model.config import DraftConfig, Rope, TargetConfig
 from model.dflash import DraftHead
 from model.errors import UsageError
 from model.linear import linear_layers
+from model.memory import require_memory
 from model.transformer import RMSNorm, Target
 
 SPREAD = 0.02  # standard deviation of a weight, the usual one at initialisation
@@ -71,6 +72,8 @@ def random_pair(name: str, dtype: torch.dtype, device, seed: int = 0) -> tuple[T
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
         models = Target(shape.target), DraftHead(shape.draft)
+    weights = sum(parameter.numel() for model in models for parameter in model.parameters())
+    require_memory(weights * dtype.itemsize, f"random weights of {name} in {str(dtype).removeprefix('torch.')}", device)
     target, draft = (randomise(model, dtype, device, generator) for model in models)
     if shape.target.tied:
         target.lm_head.weight = nn.Parameter(target.embed_tokens.weight, requires_grad=False)

@@ -341,7 +341,7 @@ def model_card(trainer: Trainer) -> str:
         f"A DFlash head for {trainer.name}: {config.layers} layers, block {config.block_size},"
         f" {parameters:.1f}M parameters, reads the outputs of target layers {', '.join(map(str, config.taps))}.",
         "",
-        f"Trained by `python -m model.train_dflash` for {progress.seconds / 60:.0f} minutes on {hardware}:"
+        f"Trained by `python -m model.train_dflash` for {round(progress.seconds / 60, 1):g} minutes on {hardware}:"
         f" {progress.step} steps of {sequences} × {anchors} blocks, {progress.predicted} predicted tokens, from"
         f" {len(trainer.sampler.examples)} greedy answers of the target.",
         "",

@@ -25,7 +25,7 @@ from model.default_model import another_copy
 from model.errors import UserError
 from model.files import read_json
 from model.linear import Linear, narrow
-from model.memory import trim
+from model.memory import require_memory, trim
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -101,6 +101,7 @@ def load_weights(
 
     waiting = Counter(place.owner for place in places.values())  # tensors to come
     total, done = sum(tensor.bytes for tensor in stored.values()), 0
+    require_memory(2 * sum(torch.Size(tensor.shape).numel() for tensor in stored.values()), f"the weights in {directory}", device)
     for name, tensor in stored.items():
         place = places[name]
         place.fill(tensor.read(), dtype, device)

@@ -602,7 +602,10 @@ def test_lengths_are_compared_prompt_by_prompt():
         found = row.R_difference
         assert row.arm == "dflash" or (found.mean, found.low, found.high) == (1, 1, 1)
     assert [line.split("interval that ")[1] for line in figures.difference_lines(rows)] == ["lies above 0"]
-    rivals = {Estimate(0, -1, 1): "contains 0", Estimate(-2, -3, -1): "lies below 0"}
+    rivals = {
+        Estimate(0, -1, 1): "contains 0", Estimate(-2, -3, -1): "lies below 0",
+        Estimate(0.1, 0.004, 0.2): "[0.00, 0.20], an interval that contains 0",  # as it is shown
+    }
     for estimate, verdict in rivals.items():
         assert verdict in next(figures.difference_lines([replace(rows[-1], R_difference=estimate)]))
 
@@ -948,11 +951,11 @@ def test_layers_that_do_not_compile_are_not_measured(flags, tmp_path, monkeypatc
     if late:
         monkeypatch.setattr(bench, "race", fails)
     else:
-        monkeypatch.setattr(capture.CompiledLayer, "works", lambda self: False)
+        monkeypatch.setattr(capture.CompiledLayer, "try_out", lambda self: setattr(self, "failed", True))
     one = [*flags, "--methods", "ar", "--compile", "--out", str(out)]
     assert bench.main(one) == 1
     assert "layers did not compile" in capsys.readouterr().err.splitlines()[-1] and not out.exists()
-    monkeypatch.setattr(capture.CompiledLayer, "works", lambda self: True)
+    monkeypatch.setattr(capture.CompiledLayer, "try_out", lambda self: None)
     assert bench.main(one) == 0
     assert ("going on after 1 prompts" in capsys.readouterr().err) == late
 

@@ -6,7 +6,13 @@ graph, and gives a wrong token the next round; and an operation that a graph can
 recorded. Tokens are compared exactly in float32 with fixed seeds: no false alarms.
 """
 
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace as Namespace
 
 import pytest
@@ -667,6 +673,49 @@ def test_without_a_compiler_there_is_one_warning(models):
         assert len([warning for warning in caught if "cannot compile" in str(warning.message)]) == 1
         assert out.token_ids == expected
         assert all(layer.packed for layer in target.modules() if isinstance(layer, Linear))
+
+
+def test_a_build_that_ctrl_c_ended_is_tried_again(tmp_path):
+    """In a chat, after an answer that was interrupted: Ctrl-C ends the C++ compiler, and Inductor keeps that as its outcome."""
+    stopped, compiler = tmp_path / "stopped", tmp_path / "g++"
+    real = shutil.which(torch._inductor.cpp_builder.get_cpp_compiler())
+    compiler.write_text(f'#!/bin/sh\ntest -e {stopped} && exit 130\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}):
+        CompiledLayer().try_out()  # else what it can do would be found out once it is stopped
+        stopped.touch()
+        for ends in (True, False):
+            layer = CompiledLayer()
+            with pytest.warns(UserWarning, match="cannot compile") if ends else nullcontext():
+                layer._run(layer._compile(torch.sin), torch.sin, torch.zeros(8))
+            assert layer.failed == ends
+            stopped.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_compiling_that_the_environment_turns_off_is_told(name, monkeypatch):
+    """torch would run layers as they are written without a word, or end in a traceback."""
+    monkeypatch.setenv(name, "1")
+    target, draft = packed(tiny_target(), tiny_draft())
+    expected = autoregressive(target, prompt_of(5), 6).token_ids
+    with torch._dynamo.config.patch(disable=name == "TORCH_COMPILE_DISABLE"):  # as torch reads it when it is imported
+        with pytest.warns(UserWarning, match=f"cannot compile, .*{name}") as caught:
+            decoder = Decoder(target, draft, compile=True)
+    assert len(caught) == 1 and not decoder.state.compiled
+    assert decoder.generate(prompt_of(5), width=3, max_new_tokens=6).token_ids == expected
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path):
+    """The compiler makes it when it is imported."""
+    (tmp_path / "file").touch()
+    code = "from graphs.capture import CompiledLayer; CompiledLayer()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file")},
+        cwd=Path(__file__).parents[1], capture_output=True, text=True,
+    )
+    named = f"TORCHINDUCTOR_CACHE_DIR, cannot be made: {tmp_path / 'file'}: File exists"
+    assert f"UserError: the compiler's cache, see {named}" in done.stderr
 
 
 def test_the_largest_graphs_are_recorded_first(models, monkeypatch):

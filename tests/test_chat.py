@@ -535,20 +535,22 @@ def test_commands_take_no_argument(talk):
     assert "there is no command /nope" in err and "there is no command /:" in err
 
 
-@pytest.mark.parametrize("flags, told", [(["--chat"], ""), (["-p", "hello"], "rounds")], ids=["chat", "answer"])
-def test_sigterm_ends_what_ctrl_c_stops(names, flags, told):
+@pytest.mark.parametrize("flags, number, told", [
+    (["--chat"], signal.SIGTERM, ""), (["-p", "hello"], signal.SIGTERM, "rounds"), (["-p", "hello"], signal.SIGHUP, "rounds"),
+], ids=["chat", "answer", "hangup"])  # fmt: skip
+def test_what_ends_a_program_ends_what_ctrl_c_stops(names, flags, number, told):
     """An answer is shown as far as it came, with its figures; a chat does not wait for another message."""
     options = ["--model", names[0], "--method", "ar", "--max-new-tokens", "900"]
     process = subprocess.Popen(
         [sys.executable, run.__file__, *flags, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
     )
     process.stdin.write(b"hello\n")
     process.stdin.flush()
     assert process.stdout.read(1)  # the answer has begun
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 143
+    process.send_signal(number)
+    assert process.wait(20) == 128 + number
     shown, figures = process.stdout.read(), process.stderr.read().decode()
     assert shown.endswith(b"\n") and told in figures and "Traceback" not in figures
     process.stdin.close()

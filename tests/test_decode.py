@@ -90,6 +90,7 @@ def test_a_draft_vocabulary_bounds_what_is_proposed_and_changes_no_text(body, pa
     ("whole numbers", dict(parents=torch.tensor([-1.0, 0.0]))), ("whole numbers", dict(tokens=torch.tensor([True, False]))),
     ("one dimension", dict(tokens=torch.tensor([[5], [6]]))), ("one dimension", dict(tokens=[5, 6])),
     ("not a number", dict(log_mass=torch.tensor([0.0, torch.nan]))),
+    ("infinite", dict(log_mass=torch.tensor([torch.inf, 0.0]))),
 ])  # fmt: skip
 def test_a_tree_that_would_change_the_text_is_refused(words, change):
     """A wrong depth gives wrong positions, and so another text without a word."""

@@ -3,7 +3,12 @@
 Tests that ask what is decided replace the clock's figures by a table: no decision rests on this machine.
 """
 
+import io
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from itertools import groupby
 from statistics import linear_regression
@@ -13,7 +18,7 @@ import torch
 
 from graphs.capture import clock
 from graphs.masks import TILE
-from minicast import back_off, decode, probe
+from minicast import back_off, decode, machine, probe
 from minicast.back_off import RECORDED_TRY_SHARE, TRY_SHARE
 from minicast.curve import MassCurve
 from minicast.decode import Decoder, Options
@@ -24,6 +29,7 @@ from minicast.round import BUCKETS
 from minicast.tree import best_first_tree, chain_tree
 from minicast.width import MAX_WIDTH, UNINFORMED, CostModel, stopping_width
 from model.errors import UsageError, UserError
+from model.transformer import Layer
 from test_decode import DEPTH, autoregressive, prompt_of, tiny_draft, tiny_target
 
 FLAT = {n: 20.0 for n in range(1, 129)}
@@ -130,9 +136,78 @@ def test_a_disturbed_probe_is_noticed(disturbable, times, share, steady):
         cpu[0] += len(left) * share
 
     passes = {"first": first, "second": second}
-    clocks = [lambda: now[0], lambda: cpu[0]]
+    clocks = [lambda: now[0], lambda: (cpu[0], 0.0)]
     found = interleaved(passes, *clocks, warm_ups=0, repeats=len(times), seconds=1e9)
     assert found.worked == pytest.approx(share) and found.steady == steady
+
+
+@pytest.mark.parametrize("others, cpus, steady", [(0.05, 2, True), (0.8, 2, False), (0.8, 3, True), (1.8, 3, False), (1, 1, False)])
+def test_work_that_takes_a_cpu_from_spinning_threads_is_noticed(disturbable, monkeypatch, others, cpus, steady):
+    """This thread always runs, and all is evenly slow; what others have of CPUs without a thread of ours costs nothing."""
+    now = [0.0]
+
+    def run():
+        now[0] += 10.0
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(probe.os, "cpu_count", lambda: cpus)
+    found = interleaved({"a": run}, lambda: now[0], lambda: (now[0], others * now[0]), seconds=1e9)
+    assert found.lost == pytest.approx(max(others - max(cpus - 2, 0), 0)) and found.steady == steady
+
+
+def test_what_others_run_is_what_the_system_counts_less_what_this_program_runs(monkeypatch):
+    """Time in programs, in the system and with other guests counts; idle time and waiting for disks does not, and time
+    of guests of our own counts once."""
+    before = machine.cpu_seconds()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"], check=True)
+    assert machine.cpu_seconds()[1] - before[1] > 0.9
+    ticks = os.sysconf("SC_CLK_TCK")
+    line = "cpu " + " ".join(str(count * ticks) for count in (1, 2, 4, 500, 600, 8, 16, 32, 700, 800))
+    monkeypatch.setattr("builtins.open", lambda path: io.StringIO(f"{line}\ncpu0 1 1 1 1\n"))
+    monkeypatch.setattr(time, "process_time", lambda: 3.0)
+    assert machine.cpu_seconds()[1] == 1 + 2 + 4 + 8 + 16 + 32 - 3
+    monkeypatch.setattr("builtins.open", lambda path: (_ for _ in ()).throw(FileNotFoundError(path)))
+    assert machine.cpu_seconds()[1] == 0
+
+
+class AsWritten:
+    """In the place of a `CompiledLayer`; `fails`: its compiler does, at the first layer."""
+
+    failed = fails = False
+
+    def __call__(self, *arguments):
+        self.failed |= self.fails
+        return Layer.forward(*arguments)
+
+    remember = staticmethod(Layer.remember)
+
+
+def test_costs_of_layers_that_did_not_compile_are_no_compiled_ones(target, draft, table):
+    """They would be kept under that name, and chosen by at all later starts."""
+    ship(draft)
+    decoder = Decoder(target, draft)
+    decoder.state.body.layer = AsWritten()
+    decoder.state.body.layer.fails = True
+    deployment = Deployment(decoder)
+    key = probe.cost_key(decoder, 256)
+    table.ms = STEEP
+    costs = deployment.costs_at(20, 20)
+    file, = (draft.directory / "cache" / "costs").iterdir()
+    assert key["compiled"] and not json.loads(file.read_text())["key"]["compiled"]
+    assert table.asked.count(1) == 2  # once more
+    assert Deployment(Decoder(target, draft)).costs_at(20, 20) == costs == deployment.costs_at(20, 20)
+
+
+def test_a_compiler_that_fails_in_an_answer_ends_what_was_measured_before(target, draft, table):
+    ship(draft)
+    decoder = Decoder(target, draft)
+    decoder.state.body.layer = AsWritten()
+    deployment = Deployment(decoder)
+    deployment.costs_at(20, 20)
+    table.asked.clear()
+    decoder.state.body.layer.failed = True
+    deployment.costs_at(20, 20)
+    assert table.asked
 
 
 def test_a_disturbed_probe_is_not_kept(disturbable, target, draft, table):
@@ -299,7 +374,7 @@ def test_whatever_decides_what_a_round_costs_is_probed_for(draft, monkeypatch):
     note(Decoder(target, tiny_draft(block_size=4, context=512)))
     for patched, value in (
         ((torch, "get_num_threads"), lambda: 99), ((probe, "processor"), lambda: "another"), ((probe, "FORMAT"), 0),
-        ((torch, "__version__"), "0"), ((plain.state.body, "layer"), object()),
+        ((torch, "__version__"), "0"), ((plain.state.body, "layer"), AsWritten()),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(*patched, value)

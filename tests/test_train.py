@@ -579,8 +579,11 @@ def test_prompts_are_read_from_every_kind_of_file(tmp_path):
 
 
 def test_answers_of_other_settings_are_not_taken_for_ones_own(tmp_path):
-    """Of another target, or shorter ones: the work directory says whose it holds."""
+    """Of another target, or shorter ones: the work directory says whose it holds, once it holds any."""
+    claim(tmp_path / "work", {"target": "b", "max_new_tokens": 9})
+    (tmp_path / "work" / "none.jsonl").touch()
     claim(tmp_path / "work", {"target": "a", "max_new_tokens": 9})
+    (tmp_path / "work" / "one.jsonl").write_text("{}\n")
     claim(tmp_path / "work", {"target": "a", "max_new_tokens": 9})
     with pytest.raises(UsageError, match="holds answers of target a, max_new_tokens 9: give the same flags"):
         claim(tmp_path / "work", {"target": "b", "max_new_tokens": 9})

@@ -564,6 +564,19 @@ def test_a_token_without_mass_is_not_accepted_for_want_of_another():
     assert acceptance(p, log_q).tolist() == [[0.0, 1.0]]
 
 
+@pytest.mark.parametrize("shift", [1e6, -1e12])
+def test_log_masses_count_up_to_a_constant_of_any_size(shift):
+    """A method of one's own may score as it likes. Beside a huge score the noise would be rounded away, and with it the law."""
+    positions, tokens, log_q = torch.arange(200), torch.arange(4).expand(200, -1), torch.tensor([0.0, 1.0, 3.0, 5.0]).double()
+    log_p = torch.randn(200, 9, generator=torch.Generator().manual_seed(0)).log_softmax(1)
+    graded = [Siblings(tokens, (log_q + by).expand(200, -1)) for by in (0.0, shift)]
+    equal = [Siblings(tokens, torch.full((200, 4), by)) for by in (0.0, -1e30)]
+    noise = gumbel_noise(0, positions, 9)
+    for pair in (graded, equal):
+        one, other = (stochastic_choices(log_p, each, 0, positions, noise) for each in pair)
+        assert torch.equal(one, other) and len(set(one.tolist())) == 9
+
+
 def test_without_mass_elsewhere_the_last_child_that_has_any_is_taken(monkeypatch):
     """Rounding may reject all children of a row whose law lies on them: neither token 0 nor a child without mass will do."""
     monkeypatch.setattr(theorem3, "acceptance", lambda p, log_q: torch.zeros_like(p))

@@ -1,5 +1,6 @@
 """Loading: each parameter gets the checkpoint's values; a checkpoint that does not fit is refused by name."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -18,12 +19,13 @@ from tiny import (
     write_tiny_target,
 )
 
-from model import load_draft, load_target
+from model import load_draft, load_target, memory
 from model.config import draft_config, read_config, target_config
 from model.dflash import DraftHead
 from model.errors import UserError
 from model.linear import Linear
 from model.load import place
+from model.random_weights import random_pair
 from model.transformer import Target
 from model.weights import load_weights
 
@@ -239,6 +241,34 @@ def test_peak_memory_is_the_weights_once(tmp_path):
     command = [sys.executable, "-c", MEASURE_GROWTH, str(directory)]
     growth = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert float(growth) < 1.2
+
+
+def test_weights_that_memory_cannot_hold_are_told_of(tmp_path, monkeypatch):
+    """Linux would kill the program without a word. On a GPU, and where nothing is known of memory, nothing is refused."""
+    write_tiny_target(tmp_path)
+    weights = sum(parameter.numel() for parameter in load(tmp_path).parameters())
+    for make in (lambda: load(tmp_path), lambda: random_pair("tiny", torch.float32, "cpu")):
+        monkeypatch.setattr(memory, "free_memory", lambda: 1000)
+        with pytest.raises(UserError, match="weights .* take 0.0 GB of memory, and 0.0 GB are free: ") as caught:
+            make()
+        assert "\n" not in str(caught.value)
+        monkeypatch.setattr(memory, "free_memory", lambda: None)
+        make()
+    memory.require_memory(10**18, "x", "cuda")
+    monkeypatch.setattr(memory, "free_memory", lambda: 2 * weights)
+    load(tmp_path)
+    monkeypatch.setattr(memory, "free_memory", lambda: 2 * weights - 1)
+    with pytest.raises(UserError):
+        load(tmp_path)
+
+
+def test_free_memory_is_what_the_system_says(monkeypatch):
+    assert 10**7 < memory.free_memory() < 10**15
+    lines = "MemTotal: 9 kB\nMemAvailable: 5 kB\nSwapFree: 2 kB\nHugePages_Total: 0\n"
+    monkeypatch.setattr("builtins.open", lambda path: io.StringIO(lines))
+    assert memory.free_memory() == 7 * 1024
+    monkeypatch.setattr("builtins.open", lambda path: io.StringIO("MemTotal: 9 kB\n"))
+    assert memory.free_memory() is None
 
 
 def test_progress_counts_every_byte(tmp_path):
