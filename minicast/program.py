@@ -187,17 +187,19 @@ def _terminate(number: int, frame) -> None:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Ctrl-C is a KeyboardInterrupt in here, as it was before `start`, and so is what ends a program, if nobody ignores it."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+    before = signal.getsignal(signal.SIGINT)
+    if before not in (signal.SIG_DFL, signal.SIG_IGN):  # no program of ours
         yield
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     ends = [number for number in ENDS if signal.getsignal(number) is signal.SIG_DFL]
     for number in ends:
         signal.signal(number, _terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, before)
         for number in ends:
             signal.signal(number, signal.SIG_DFL)
 

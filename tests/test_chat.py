@@ -538,13 +538,15 @@ def test_commands_take_no_argument(talk):
 @pytest.mark.parametrize("flags, number, told", [
     (["--chat"], signal.SIGTERM, ""), (["-p", "hello"], signal.SIGTERM, "rounds"), (["-p", "hello"], signal.SIGHUP, "rounds"),
 ], ids=["chat", "answer", "hangup"])  # fmt: skip
-def test_what_ends_a_program_ends_what_ctrl_c_stops(names, flags, number, told):
-    """An answer is shown as far as it came, with its figures; a chat does not wait for another message."""
+@pytest.mark.parametrize("interrupt", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
+def test_what_ends_a_program_ends_what_ctrl_c_stops(names, flags, number, told, interrupt):
+    """An answer is shown as far as it came, with its figures; a chat does not wait for another message. A shell's background
+    job ignores Ctrl-C, and is ended all the same."""
     options = ["--model", names[0], "--method", "ar", "--max-new-tokens", "900"]
     process = subprocess.Popen(
         [sys.executable, run.__file__, *flags, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
+        preexec_fn=lambda: (signal.signal(signal.SIGINT, interrupt), signal.signal(signal.SIGHUP, signal.SIG_DFL)),
     )
     process.stdin.write(b"hello\n")
     process.stdin.flush()
