@@ -216,9 +216,7 @@ class Graphs:
                 for buffer, values in zip(buffers, before):
                     buffer.copy_(values)
                 bar.update()
-            captured = self.recorder.record(function)
-            bar.update()
-        return captured
+            return self.recorder.record(function)
 
 
 class CudaRecorder:

@@ -38,8 +38,11 @@ def fault(tree: Tree, vocabulary: int) -> str | None:
     above = torch.where(tree.parents < 0, 0, tree.depths[tree.parents.clamp(min=0)])
     if bool((tree.depths != above + 1).any()):
         return "a node's depth must be its parent's plus one, 1 below the root"
-    if bool((tree.log_mass.isnan() | tree.log_mass.isposinf()).any()):  # NaN would be taken for the drafter's further on
-        return "a log mass is not a number, or infinite"
+    if not tree.log_mass.is_floating_point():
+        return "log_mass must be of floating point"
+    log_mass = tree.log_mass.float()  # as it is packed
+    if bool((log_mass.isnan() | log_mass.isposinf()).any()):  # NaN would be taken for the drafter's further on
+        return "a log mass is not a number, or infinite in float32"
     real = tree.log_mass > -torch.inf  # `pack` leaves out what a builder of fixed shape adds where candidates run out
     children = list(zip(tree.parents[real].tolist(), tree.tokens[real].tolist()))
     if len(set(children)) < len(children):  # Theorem 3 counts on it

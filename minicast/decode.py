@@ -68,13 +68,15 @@ class Options:
     def __post_init__(self):
         N, K, ids, most = self.width, self.rank_cap, self.stop_ids, self.max_new_tokens
         listed = isinstance(ids, Collection) and not isinstance(ids, (str, bytes))
-        chooses = is_policy(N) or N in ("auto", "round") or (is_integer(N) and N >= 0)
-        rules = {  # names are looked up in a list: what is no method may not be hashable
-            "method": (callable(self.method) or self.method in [*METHODS], f"one of {', '.join(METHODS)}, or a function"),
+        # Names are looked up as text: what is none may be neither hashable nor comparable.
+        method, width, verifier = (each if isinstance(each, str) else "" for each in (self.method, N, self.verifier))
+        chooses = is_policy(N) or width in ("auto", "round") or (is_integer(N) and N >= 0)
+        rules = {
+            "method": (callable(self.method) or method in METHODS, f"one of {', '.join(METHODS)}, or a function"),
             "width": (chooses, f"auto, round, one of 0 to {MAX_WIDTH}, or an object with width, keep and observe"),
             "max_new_tokens": (is_integer(most) and most >= 0, "a whole number of at least 0"),
             "rank_cap": (K is None or (is_integer(K) and K >= 1), "at least 1, or none to keep all ranks"),
-            "verifier": (self.verifier in ("direct", "stochastic"), "direct or stochastic"),
+            "verifier": (verifier in ("direct", "stochastic"), "direct or stochastic"),
             "stop_ids": (listed and all(is_integer(each) and each >= 0 for each in ids), "a collection of token ids"),
         }
         for name, (holds, rule) in rules.items():

@@ -49,6 +49,7 @@ BEHIND = 2           # positions the drafter has to catch up with before a draft
 WARM_UPS, REPEATS, LEAST_REPEATS = 2, 15, 3  # a short burst of other work should not outlast the median
 # Beyond this spread of AR's times, under this share of a CPU, or where others had this many of its CPUs, a probe was disturbed.
 SPREAD, WORKED, LOST = 1.5, 0.5, 0.1
+GRAIN = 0.02         # seconds that /proc/stat, which counts in ticks, may be wrong by
 DISTURBED = "disturbed by other work on this machine"
 SECONDS = 3.0        # a group of passes is not repeated further beyond this
 PREFIXES = (256, 1024, 4096, 16384, 65536)  # prefix lengths that costs are measured at
@@ -164,7 +165,7 @@ def interleaved(
         timed += not warm
     elapsed = clock() - opened
     worked, others = ((now - then) / elapsed for now, then in zip(used(), before)) if used else (1.0, 0.0)
-    lost = others - max(os.cpu_count() - torch.get_num_threads(), 0)
+    lost = others - GRAIN / elapsed - max(os.cpu_count() - torch.get_num_threads(), 0)
     low, _, high = quantiles(next(iter(times.values())) * 2, n=4, method="inclusive")  # twice: one time has quartiles
     return Timings({name: 1e3 * median(values) for name, values in times.items()}, high / low, worked, max(lost, 0.0))
 

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -184,6 +185,14 @@ def _terminate(number: int, frame) -> None:
     raise Terminated(number)
 
 
+def _raise_again(unraisable) -> None:
+    """`sys.unraisablehook`: what comes while an object is taken apart, Python drops; a moment later it ends what is running."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        return sys.__unraisablehook__(unraisable)
+    status = getattr(unraisable.exc_value, "status", INTERRUPTED)
+    threading.Timer(0.01, signal.raise_signal, [status - 128]).start()
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Ctrl-C is a KeyboardInterrupt in here, as it was before `start`, and so is what ends a program, if nobody ignores it."""
@@ -193,12 +202,14 @@ def interruptible() -> Iterator[None]:
         return
     if before is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    hook, sys.unraisablehook = sys.unraisablehook, _raise_again
     ends = [number for number in ENDS if signal.getsignal(number) is signal.SIG_DFL]
     for number in ends:
         signal.signal(number, _terminate)
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         signal.signal(signal.SIGINT, before)
         for number in ends:
             signal.signal(number, signal.SIG_DFL)

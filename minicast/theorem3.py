@@ -14,13 +14,15 @@ from torch import Tensor
 
 from minicast.sampling import ACCEPTANCE, PROPOSAL, gumbel, keyed_uniform
 
+FARTHEST = 600.0  # below the best sibling that a log proposal counts: e^-600 is not 0 yet, and noise beside it is not lost
+
 
 @dataclass(frozen=True)
 class Siblings:
     """The children of each packed row, side by side."""
 
     tokens: Tensor  # (n, K) int64, any value where there is no child
-    log_q: Tensor   # (n, K) log proposal up to a constant per row, -inf where there is no child
+    log_q: Tensor   # (n, K) float64, log proposal up to a constant per row, -inf where there is no child
 
     def row(self, row: int) -> "Siblings":
         """The children of one row, (1, K)."""
@@ -45,6 +47,7 @@ def siblings(tokens: Tensor, parents: Tensor, log_mass: Tensor, max_children: in
     column = (same_parent & (rows[:, None] > rows)).sum(dim=1).clamp(max=max_children - 1)        # (n,)
     cell = (torch.where(is_child, parents, n), column)
     child_tokens = tokens.new_zeros(n + 1, max_children).index_put(cell, tokens)
+    log_mass = log_mass.double()  # the largest float32 masses differ by more than float32 holds
     log_q = torch.where(is_child, log_mass - log_mass[parents], -torch.inf)
     child_log_q = log_q.new_full((n + 1, max_children), -torch.inf).index_put(cell, log_q)
     return Siblings(child_tokens[:n], child_log_q[:n])
@@ -81,9 +84,11 @@ def stochastic_choices(
     Returns (n,) int64; -1 at a row without finite log p, as `minicast.sampling.choose`.
     """
     # Sorting by log q + Gumbel noise puts the children in the order in which drawing without replacement,
-    # each time by the renormalised proposal, would draw them. Beside a huge constant noise would be lost to rounding.
-    log_q = children.log_q.double()
-    log_q = log_q - log_q.amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)     # (n, K)
+    # each time by the renormalised proposal, would draw them. Beside huge numbers noise would be lost to rounding, and
+    # with it the law; any proposal keeps it, so one of the same order serves that lies within FARTHEST.
+    log_q = children.log_q.double()                                                               # (n, K)
+    best = log_q.amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)              # (n, 1)
+    log_q = torch.where(log_q > -torch.inf, (log_q - best).clamp(min=-FARTHEST), -torch.inf)      # (n, K)
     draws = gumbel(keyed_uniform(seed, positions, children.tokens, PROPOSAL, torch.float64))      # (n, K)
     order = (log_q + draws).argsort(dim=1, descending=True)
     log_q, tokens = log_q.gather(1, order), children.tokens.gather(1, order)                      # (n, K)

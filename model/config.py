@@ -17,20 +17,21 @@ from model.files import read_json
 TARGETS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}  # architecture by family (model_type)
 DRAFT, NAMELESS = "DFlashDraftModel", "without an architecture"
 
-LEAST = {"block_size": 2, "mask_token_id": 0}  # of whole numbers that do not begin at 1
+# Least and most of whole numbers: layers are built before there is a look at how many are stored.
+RANGES = {"block_size": (2, 2**31), "mask_token_id": (0, 2**31), "num_hidden_layers": (1, 10**4)}
 
 
-def _are_ids(value: object, _) -> bool:
+def _are_ids(value: object, *_) -> bool:
     return type(value) is list and value != [] and all(type(item) is int and item >= 0 for item in value)
 
 
 # What config.json must hold for a field of each type, and whether a value is that. true is no number.
 KINDS = {
-    int: ("a whole number of at least {} and below 2^31", lambda n, least: type(n) is int and least <= n < 2**31),
-    float: ("a positive number", lambda value, _: type(value) in (int, float) and 0 < value < float("inf")),
-    bool: ("true or false", lambda value, _: type(value) is bool),
-    list: ("a list", lambda value, _: type(value) is list),
-    dict: ("a JSON object", lambda value, _: type(value) is dict),
+    int: ("a whole number of at least {} and below {}", lambda n, least, most: type(n) is int and least <= n < most),
+    float: ("a positive number", lambda value, *_: type(value) in (int, float) and 0 < value < float("inf")),
+    bool: ("true or false", lambda value, *_: type(value) is bool),
+    list: ("a list", lambda value, *_: type(value) is list),
+    dict: ("a JSON object", lambda value, *_: type(value) is dict),
     tuple[int, ...]: ("a list of whole numbers from 0", _are_ids),
 }
 
@@ -207,10 +208,10 @@ class _Settings(dict):
         self.require(name in self or default is not MISSING, f"{name} is missing")
         if name not in self:
             return default
-        value, least = self[name], LEAST.get(name, 1)
+        value, bounds = self[name], RANGES.get(name, (1, 2**31))
         kind = next(plain for plain in KINDS if kind in (plain, plain | None))
         wanted, fits = KINDS[kind]
-        self.require(fits(value, least), f"{name} must be {wanted.format(least)}, not {value!r}")
+        self.require(fits(value, *bounds), f"{name} must be {wanted.format(*bounds)}, not {value!r}")
         return kind(value)
 
     def group(self, name: str) -> "_Settings":

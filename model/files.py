@@ -95,8 +95,11 @@ def claimed(directory: Path) -> dict | None:
     if not file.exists():
         return None
     try:
-        return dict(json.loads(read_text(file)))
-    except (ValueError, TypeError, RecursionError) as error:
+        settings = json.loads(read_text(file))
+        if type(settings) is not dict:
+            raise ValueError("no JSON object")
+        return settings
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is damaged: delete {directory}, or choose another --out") from error
 
 
@@ -106,7 +109,8 @@ def claim(directory: Path, settings: dict, notes: dict | None = None) -> None:
     UsageError where it holds answers of other settings, UserError where it cannot be written.
     """
     known = claimed(directory)
-    holds = directory.is_dir() and any(file.stat().st_size for file in directory.iterdir() if file.name != SETTINGS)
+    others = [file for file in directory.iterdir() if file.name != SETTINGS] if directory.is_dir() else []
+    holds = any(file.is_file() and file.stat().st_size for file in others)
     if known is not None and holds and not settings.items() <= known.items():
         told = ", ".join(f"{name} {known.get(name)}" for name in settings)
         raise UsageError(f"{directory} holds answers of {told}: give the same flags again, or another --out")

@@ -1,7 +1,9 @@
 """This process's memory, as the C library keeps it, and this machine's."""
 
 import ctypes
+import math
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -31,6 +33,25 @@ def free_memory() -> int | None:
     try:
         with open("/proc/meminfo") as file:
             kilobytes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in file)}
-        return (kilobytes["MemAvailable"] + kilobytes["SwapFree"]) * 1024
+        free = min(kilobytes["MemAvailable"] * 1024, _free_in_groups(Path("/sys/fs/cgroup")))
+        return free + kilobytes["SwapFree"] * 1024
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _free_in_groups(root: Path) -> float:
+    """Bytes below the limits of this process's control groups (version 2), as a container has; infinite without one.
+
+    What a group holds of files can be given up.
+    """
+    free = math.inf
+    with suppress(OSError, ValueError, KeyError):
+        names = Path("/proc/self/cgroup").read_text().splitlines()
+        group = root / next((name[3:] for name in names if name.startswith("0::")), "").strip("/")
+        for group in (group, *group.parents):
+            limit = group / "memory.max"
+            if group.is_relative_to(root) and limit.exists() and (most := limit.read_text().strip()) != "max":
+                held = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                files = int(held["active_file"]) + int(held["inactive_file"])
+                free = min(free, int(most) - int((group / "memory.current").read_text()) + files)
+    return free

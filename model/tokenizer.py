@@ -17,7 +17,7 @@ import tokenizers
 
 from model import hub
 from model.default_model import another_copy
-from model.errors import UserError
+from model.errors import UsageError, UserError
 from model.files import read_json, read_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -149,7 +149,7 @@ class Tokenizer:
         for name in ("config.json", "generation_config.json"):
             declared = read_object(self.directory / name).get("eos_token_id")
             ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
-            if not all(type(id) is int for id in ids):
+            if not all(type(id) is int and id >= 0 for id in ids):
                 file = self.directory / name
                 raise UserError(f"{file}: eos_token_id must be a token id or a list of them, got {declared!r}")
             found.update(ids)
@@ -270,7 +270,7 @@ def check_unicode(text: str, what: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"{what} is not valid Unicode at character {error.start + 1}: pass it in UTF-8") from error
+        raise UsageError(f"{what} is not valid Unicode at character {error.start + 1}: pass it in UTF-8") from error
 
 
 def one_line(error: Exception) -> str:

@@ -101,7 +101,9 @@ def load_weights(
 
     waiting = Counter(place.owner for place in places.values())  # tensors to come
     total, done = sum(tensor.bytes for tensor in stored.values()), 0
-    require_memory(2 * sum(torch.Size(tensor.shape).numel() for tensor in stored.values()), f"the weights in {directory}", device)
+    wide = dtype.itemsize * sum(torch.Size(tensor.shape).numel() for tensor in stored.values())
+    held = min(total, wide) if pack else wide  # what 16 bits store, 16 bits hold
+    require_memory(held, f"the weights in {directory}", device)
     for name, tensor in stored.items():
         place = places[name]
         place.fill(tensor.read(), dtype, device)

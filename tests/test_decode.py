@@ -9,6 +9,7 @@ import re
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,6 +92,8 @@ def test_a_draft_vocabulary_bounds_what_is_proposed_and_changes_no_text(body, pa
     ("one dimension", dict(tokens=torch.tensor([[5], [6]]))), ("one dimension", dict(tokens=[5, 6])),
     ("not a number", dict(log_mass=torch.tensor([0.0, torch.nan]))),
     ("infinite", dict(log_mass=torch.tensor([torch.inf, 0.0]))),
+    ("infinite in float32", dict(log_mass=torch.tensor([1e39, 0.0], dtype=torch.float64))),
+    ("floating point", dict(log_mass=torch.tensor([0, 0]))), ("floating point", dict(log_mass=torch.tensor([0j, 0j]))),
 ])  # fmt: skip
 def test_a_tree_that_would_change_the_text_is_refused(words, change):
     """A wrong depth gives wrong positions, and so another text without a word."""
@@ -639,7 +642,8 @@ def test_requests_that_cannot_be_served_are_usage_errors(models):
     decoder = Decoder(*models)
     for options in (
         dict(rank_cap=0), dict(width=-1), dict(width=3.5), dict(width="wide"), dict(temperature=-1.0), dict(top_p=2.0),
-        dict(method="beam"), dict(method=["ar"]), dict(verifier="none"),
+        dict(method="beam"), dict(method=["ar"]), dict(verifier="none"), dict(method=np.array(["ar", "x"])),
+        dict(width=np.array([1, 2])), dict(verifier=np.array([1, 2])),
     ):  # fmt: skip
         with pytest.raises(UsageError):
             decoder.generate(prompt_of(5), max_new_tokens=4, **options)

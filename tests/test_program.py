@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -87,6 +88,29 @@ def test_interrupt_is_an_exception_once_something_runs():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_comes_while_an_object_is_taken_apart_is_not_dropped(number, status, capsys):
+    """There Python prints an exception and goes on, as in the callbacks by which a compiler's caches are cleared."""
+    class Interrupted:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)  # a line on which it arrives
+
+    def run():
+        Interrupted()
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+        return 0
+
+    before, hook = signal.signal(signal.SIGINT, signal.SIG_DFL), sys.unraisablehook
+    try:
+        assert guarded("x", run) == status
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "Traceback" not in capsys.readouterr().err and sys.unraisablehook is hook
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -325,9 +349,17 @@ def test_notes_of_a_directory_may_change(tmp_path):
     claim(tmp_path, {"a": 1, "width": 4})
     with pytest.raises(UsageError, match="holds answers of a 1, width 4: give the same flags again"):
         claim(tmp_path, {"a": 1, "width": 3})
-    (tmp_path / "settings.json").write_text("[" * 100_000)
-    with pytest.raises(UserError, match="settings.json is damaged"):
-        claim(tmp_path, {"a": 1})
+    for damaged in "[" * 100_000, "[]", "5":
+        (tmp_path / "settings.json").write_text(damaged)
+        with pytest.raises(UserError, match="settings.json is damaged"):
+            claim(tmp_path, {"a": 1})
+
+
+def test_what_is_no_file_is_no_answer(tmp_path):
+    claim(tmp_path, {"a": 1})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    claim(tmp_path, {"a": 2})
 
 
 def test_without_torch_every_program_says_what_to_install(monkeypatch, capsys):

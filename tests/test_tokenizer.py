@@ -144,7 +144,7 @@ def test_stop_ids_are_the_union_of_all_sources(tmp_path):
     assert stop_ids(config={"eos_token_id": None}) == (EOS,)
     assert stop_ids(config={"eos_token_id": 7}) == (EOS, 7)  # the tokenizer's own, too
     assert stop_ids(special_tokens_map={"eos_token": "<turn>"}) == (EOS,)  # the older file says less
-    for wrong in ("</s>", [EOS, "7"], {"id": 2}, True):
+    for wrong in ("</s>", [EOS, "7"], {"id": 2}, True, -1):
         with pytest.raises(UserError, match="config.json: eos_token_id must be a token id or a list of them"):
             stop_ids(config={"eos_token_id": wrong})
     assert stop_ids(tokenizer_config={}) == ()

@@ -577,6 +577,22 @@ def test_log_masses_count_up_to_a_constant_of_any_size(shift):
         assert torch.equal(one, other) and len(set(one.tolist())) == 9
 
 
+@pytest.mark.parametrize("below", [-500.0, -1e5, -1e17, -3e38, -1e300])
+@pytest.mark.parametrize("parent", [0.0, 3e38])
+def test_siblings_however_far_below_the_best_keep_the_law(below, parent):
+    """Their order must stay as random as acceptance takes it to be, though noise is nothing beside such numbers."""
+    draws = 100_000
+    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    tokens, parents = torch.arange(4) - 1, torch.tensor([0, 0, 0, 0])
+    log_mass = parent + torch.tensor([0.0, 0.0, below, below], dtype=torch.float64)
+    children = siblings(tokens, parents, log_mass if below < -1e38 * 3.1 else log_mass.float(), 3).row(0)
+    children = Siblings(children.tokens.expand(draws, -1), children.log_q.expand(draws, -1))
+    positions = torch.arange(draws)
+    noise = gumbel_noise(1, positions, 3, torch.float64)
+    committed = stochastic_choices(p.log().expand(draws, -1), children, 1, positions, noise)
+    assert (torch.bincount(committed, minlength=3) / draws - p).abs().max() < 0.007
+
+
 def test_without_mass_elsewhere_the_last_child_that_has_any_is_taken(monkeypatch):
     """Rounding may reject all children of a row whose law lies on them: neither token 0 nor a child without mass will do."""
     monkeypatch.setattr(theorem3, "acceptance", lambda p, log_q: torch.zeros_like(p))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -245,7 +246,8 @@ def test_peak_memory_is_the_weights_once(tmp_path):
 
 def test_weights_that_memory_cannot_hold_are_told_of(tmp_path, monkeypatch):
     """Linux would kill the program without a word. On a GPU, and where nothing is known of memory, nothing is refused."""
-    write_tiny_target(tmp_path)
+    config = tiny_target_config()
+    write_checkpoint(tmp_path, {name: tensor.bfloat16() for name, tensor in random_tensors(config).items()}, config)
     weights = sum(parameter.numel() for parameter in load(tmp_path).parameters())
     for make in (lambda: load(tmp_path), lambda: random_pair("tiny", torch.float32, "cpu")):
         monkeypatch.setattr(memory, "free_memory", lambda: 1000)
@@ -255,11 +257,13 @@ def test_weights_that_memory_cannot_hold_are_told_of(tmp_path, monkeypatch):
         monkeypatch.setattr(memory, "free_memory", lambda: None)
         make()
     memory.require_memory(10**18, "x", "cuda")
-    monkeypatch.setattr(memory, "free_memory", lambda: 2 * weights)
-    load(tmp_path)
-    monkeypatch.setattr(memory, "free_memory", lambda: 2 * weights - 1)
-    with pytest.raises(UserError):
-        load(tmp_path)
+    write_tiny_target(tmp_path / "float32")
+    for directory, pack, bytes in (tmp_path, True, 2), (tmp_path, False, 4), (tmp_path / "float32", True, 4):
+        monkeypatch.setattr(memory, "free_memory", lambda: bytes * weights)
+        load(directory, pack=pack)
+        monkeypatch.setattr(memory, "free_memory", lambda: bytes * weights - 1)
+        with pytest.raises(UserError):
+            load(directory, pack=pack)
 
 
 def test_free_memory_is_what_the_system_says(monkeypatch):
@@ -269,6 +273,27 @@ def test_free_memory_is_what_the_system_says(monkeypatch):
     assert memory.free_memory() == 7 * 1024
     monkeypatch.setattr("builtins.open", lambda path: io.StringIO("MemTotal: 9 kB\n"))
     assert memory.free_memory() is None
+
+
+def test_free_memory_ends_at_the_limit_of_a_container(monkeypatch, tmp_path):
+    """The tightest of a process's group and those around it; a cache of files is no use of memory."""
+    group = tmp_path / "outer" / "inner"
+    group.mkdir(parents=True)
+    for place, most, current, files in (group, "max", 0, 0), (group.parent, "1000", 700, 200), (tmp_path, "5000", 100, 0):
+        (place / "memory.max").write_text(f"{most}\n")
+        (place / "memory.current").write_text(f"{current}\n")
+        (place / "memory.stat").write_text(f"anon 9\nactive_file {files // 2}\ninactive_file {files // 2}\n")
+    (tmp_path / "cgroup").write_text("4:memory:/other\n0::/outer/inner\n")
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: read(tmp_path / "cgroup" if str(path) == "/proc/self/cgroup" else path))
+    assert memory._free_in_groups(tmp_path) == 1000 - 700 + 200
+    (tmp_path / "cgroup").write_text("0::/\n")
+    assert memory._free_in_groups(tmp_path) == 4900
+    assert memory._free_in_groups(tmp_path / "outer" / "none") == math.inf
+    monkeypatch.setattr(memory, "_free_in_groups", lambda root: 3)
+    lines = "MemAvailable: 5 kB\nSwapFree: 2 kB\n"
+    monkeypatch.setattr("builtins.open", lambda path: io.StringIO(lines))
+    assert memory.free_memory() == 3 + 2048
 
 
 def test_progress_counts_every_byte(tmp_path):
