@@ -30,6 +30,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -49,6 +50,13 @@ ROWS = (1, 4, 8, FEW_ROWS)  # packed, that layers are compiled for on a CPU; a w
 CPU_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}  # multiply and add in one instruction
 
 
+@dataclass
+class Once:
+    """Seconds that went into what a shape needs once: layers compiled, graphs recorded. No clock of an answer counts them."""
+
+    seconds: float = 0.0
+
+
 class CompiledLayer:
     """Runs any layer of a target or a drafter, compiled once for each shape of a pass: `Window.layer`.
 
@@ -56,11 +64,14 @@ class CompiledLayer:
     the live slice leave the number of slots open, and are compiled for each number of rows. Where compiling fails, for
     want of a compiler mostly, there is one warning, and layers run as they are written.
 
-    backend: torch.compile's, in the place of Inductor
+    Attributes:
+        backend: torch.compile's, in the place of Inductor
+        failed: whether compiling did
+        once: time that it took; shapes: that were compiled, each for the first time in this process
     """
 
     def __init__(self, backend: Callable | None = None):
-        self.backend, self.failed = backend, False
+        self.backend, self.failed, self.once, self.shapes = backend, False, Once(), 0
         try:
             from torch._dynamo import config  # imported here: it takes a second, and makes the cache's directory
         except OSError as error:
@@ -97,7 +108,10 @@ class CompiledLayer:
         self._run(self._compile(torch.nn.functional.silu), torch.nn.functional.silu, torch.zeros(8))
 
     def _compile(self, function: Callable, options: dict | None = None, **how) -> Callable:
-        def inductor(graph, inputs):
+        def compiler(graph, inputs):
+            self.shapes += 1
+            if self.backend:
+                return self.backend(graph, inputs)
             from torch._inductor import compile_fx, utils
 
             try:
@@ -110,14 +124,18 @@ class CompiledLayer:
             trim()
             return compiled
 
-        return torch.compile(function, fullgraph=True, backend=self.backend or inductor, **how)
+        return torch.compile(function, fullgraph=True, backend=compiler, **how)
 
     def _run(self, compiled: Callable, plain: Callable, *arguments) -> Tensor | None:
         if not self.failed:
+            shapes, began = self.shapes, time.perf_counter()
             try:
                 return compiled(*arguments)
             except torch._dynamo.exc.TorchDynamoException as error:
                 self._fail(str(error).split(" raised:\n", 1)[-1].strip().partition("\n")[0])  # a backend's own, less its name
+            finally:
+                if self.shapes > shapes:
+                    self.once.seconds += time.perf_counter() - began
         return plain(*arguments)
 
     def _fail(self, reason: str) -> None:
@@ -180,8 +198,8 @@ def clock(device: torch.device) -> float:
 class Graphs:
     """Functions of fixed buffers, each recorded at its first use under a key and replayed from then on."""
 
-    def __init__(self, recorder: "CudaRecorder"):
-        self.recorder = recorder
+    def __init__(self, recorder: "CudaRecorder", once: Once):
+        self.recorder, self.once = recorder, once
         self.captured: dict[Hashable, tuple[Any, Any]] = {}  # a graph; what it returned, whose tensors replays fill
 
     def run(self, key: Hashable, function: Callable[[], Any], buffers: Sequence[Tensor], label: str) -> Any:
@@ -196,7 +214,9 @@ class Graphs:
         if key not in self.captured:
             if len(self.captured) >= MAX_GRAPHS:
                 self.clear()  # all: freeing one may free a workspace of cuBLAS's that others on its stream still use
+            before, began = self.once.seconds, time.perf_counter()
             self.captured[key] = self._capture(function, buffers, label)
+            self.once.seconds = before + time.perf_counter() - began  # what was compiled meanwhile is in it
         graph, output = self.captured[key]
         graph.replay()
         return output

@@ -19,7 +19,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from graphs.capture import CompiledLayer, CudaRecorder, Graphs, clock
+from graphs.capture import CompiledLayer, CudaRecorder, Graphs, Once, clock
 from graphs.masks import BODIES
 from minicast.methods import METHODS, Method, best_first, chain, is_custom, no_tree
 from minicast.policy import FixedWidth, Policy, is_policy
@@ -107,6 +107,7 @@ class Output:
             the first draft; closes after truncation
         wall_seconds: prompt to last token; what a caller does between rounds counts in none of the three
         reused: prompt tokens that were in the caches already; the others were prefilled
+        once_seconds: compiling layers and recording graphs, for shapes that are new; in none of the three either
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -117,6 +118,7 @@ class Output:
     decode_seconds: float = 0.0
     wall_seconds: float = 0.0
     reused: int = 0
+    once_seconds: float = 0.0
 
 
 @dataclass
@@ -195,7 +197,8 @@ class Decoder:
         if layer and not cuda:
             layer.try_out()
         self.state = State(target, draft, BODIES[name](layer))
-        self.graphs = Graphs(CudaRecorder(target.device)) if cuda and compile else None
+        self.once = layer.once if layer else Once()
+        self.graphs = Graphs(CudaRecorder(target.device), self.once) if cuda and compile else None
         if cuda:  # cuDNN's attention plans for each number of keys anew, longer than a round takes
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.output = Output()
@@ -229,15 +232,15 @@ class Decoder:
         room, full = self.room(token_ids, wanted.max_new_tokens)
         policy = self._policy(wanted, len(token_ids), room)
         request = self.request(wanted, policy != FixedWidth(0))
-        started = time.perf_counter()
+        started, before = self._now(), self.once.seconds
         state, output = self.state, Output(stop_reason=full)
         self.output = output
         if room == 0:
             return
         output.reused = self._begin(token_ids, room, request)
         emitted = [self._first_token(token_ids, request)]
-        output.prefill_seconds = clock(self.target.device) - started
-        opened = None if request.tap else clock(self.target.device)  # None: opens after the first draft
+        output.prefill_seconds = self._now(waits=True) - started
+        opened = None if request.tap else self._now()  # None: opens after the first draft
         tree, settled, began = None, Settled([], [], emitted[0]), started
         while True:
             fault = FAULTS.get(emitted[-1])
@@ -252,11 +255,11 @@ class Decoder:
             if tree is not None:
                 output.round_lengths.append(len(emitted))
                 output.widths.append(tree.width)
-                output.decode_seconds = time.perf_counter() - opened  # reading the outcome waited for the device
+                output.decode_seconds = self._now() - opened  # reading the outcome waited for the device
                 if not fault:  # else the tree's masses may be NaN
-                    policy.observe(tree.width, len(emitted), time.perf_counter() - began)
-            paused = time.perf_counter()
-            output.wall_seconds = paused - started
+                    policy.observe(tree.width, len(emitted), self._now() - began)
+            paused = self._now()
+            output.wall_seconds, output.once_seconds = paused - started, self.once.seconds - before
             reason = "eos" if ended else full if len(output.token_ids) == room else None
             output.stop_reason = reason or full
             yield Round(emitted, min(max(len(settled.tokens) - 1, 0), len(emitted)), tree, settled.path, reason)
@@ -266,15 +269,19 @@ class Decoder:
                 raise UserError(fault)
             if self.output is not output or state.prefix == 0:
                 raise UserError("the decoder was reset or began another answer: give each answer a decoder of its own")
-            away = time.perf_counter() - paused  # the caller's time, not the decoder's
+            away = self._now() - paused  # the caller's time, not the decoder's
             started, opened = started + away, opened and opened + away
-            width, began = clamp_width(policy.width), time.perf_counter()
+            width, began = clamp_width(policy.width), self._now()
             tree = self.propose(request, token_ids, width)  # 1 draft 2 propose 3 pack
             tree = self._kept(tree, policy.keep(tree))
-            opened = opened or clock(self.target.device)
+            opened = opened or self._now(waits=True)
             settled = Settled.read(self.settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
             state.commit(settled.tokens, request.tap)
             emitted = settled.tokens[1:] + [settled.next_token]
+
+    def _now(self, waits: bool = False) -> float:
+        """Seconds by a clock that stands while layers compile and graphs are recorded; waits: for the device first."""
+        return (clock(self.target.device) if waits else time.perf_counter()) - self.once.seconds
 
     def _policy(self, options: Options, prompt_tokens: int, new_tokens: int) -> Policy:
         """What chooses each round's width, see `minicast.policy`. "auto" and "round" may have to measure costs."""

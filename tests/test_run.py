@@ -564,8 +564,11 @@ def test_figures_of_an_answer():
         "text": "abc", "token_ids": [], "stop_reason": "eos", "method": "cast", "width": 15, "prompt_tokens": 10,
         "round_lengths": [3, 1, 2], "accepted": [2, 0, 2], "widths": [15, 15, 15], "mean_committed_per_round": 2,
         "mean_accepted_per_round": pytest.approx(4 / 3), "ms_per_token": pytest.approx(200), "prefill_seconds": 0.5,
-        "decode_seconds": 1.4, "wall_seconds": 2.0,
+        "decode_seconds": 1.4, "wall_seconds": 2.0, "once_seconds": 0.0,
     }
+    answer.output.once_seconds = 61.23
+    assert answer.lines()[2] == "compile  61.2 s for shapes that were new, in none of these times" and len(answer.lines()) == 6
+    answer.output.once_seconds = 0.0
     answer.width = 1000  # as asked for, before it was cut
     assert "3 of cast (N = 15)" in answer.lines()[2]
     answer.width, answer.output.widths = "auto", [7, 0, 7]
