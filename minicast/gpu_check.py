@@ -21,6 +21,7 @@ start(__name__)  # before anything slow is imported
 import argparse
 import gc
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -300,12 +301,15 @@ def draft_alone(proposal: Proposal) -> Tree:
 def profile(check: Check) -> None:
     """Where a round's time goes: kernels of `propose` and `settle`, and the time between them."""
     prefix = check.size(1024, 64)
-    pair = check.pair(check.name)
-    decoder = check.decoder(pair, max_length=check.longest)
-    passes = Passes(decoder, prefix, check.size(1536, 128))
     activities = [torch.profiler.ProfilerActivity.CPU]
     if check.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")
+        with torch.profiler.profile(activities=activities):  # graphs that are older than the profiler may crash in it
+            pass
+    pair = check.pair(check.name)
+    decoder = check.decoder(pair, max_length=check.longest)
+    passes = Passes(decoder, prefix, check.size(1536, 128))
     for what, run in (("settle 64", partial(passes.settle, 64)), ("propose 63", partial(passes.propose, 63))):
         wall = check.milliseconds(run)
         with torch.profiler.profile(activities=activities) as profiled:
@@ -401,6 +405,8 @@ def kernels(check: Check) -> None:
                 check.report(name + (" (used)" if not change else ""), ms)
             except Exception as error:  # a layout that does not compile is a finding, and the next may
                 check.report(name, told(error, 80).partition("\n")[0])
+                if isinstance(error, torch.AcceleratorError):  # the device itself failed, and all that follows would
+                    raise
 
 
 def attention_milliseconds(check: Check, q: Tensor, caches: Tensor, mask: BitMask) -> float:
@@ -454,9 +460,9 @@ class Stage:
 VISIT = 520  # seconds for all of them, so that the whole stays under nine minutes; what one leaves, later ones may use
 STAGES = {
     "a": Stage(basics, 75),
-    "b": Stage(tokens, 110),
+    "b": Stage(tokens, 150),
     "c": Stage(latencies, 150),
-    "d": Stage(profile, 50),
+    "d": Stage(profile, 80),
     "e": Stage(more_latencies, 160, rests=False),
     "f": Stage(kernels, 70, rests=False),
     "g": Stage(default_model, 30, rests=False),

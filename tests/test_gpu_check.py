@@ -4,6 +4,7 @@ import errno
 import json
 import subprocess
 from argparse import Namespace
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -398,3 +399,15 @@ def test_refusals_leave_everything_as_it_was(tmp_path, capsys):
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and all(word in err for word in words)
     assert [file.name for file in tmp_path.iterdir()] == ["gpu-check.json"] and kept.read_text() == "{}"
+
+
+@pytest.mark.parametrize("error, reported", [(RuntimeError, 12), (torch.AcceleratorError, 1)])
+def test_a_sweep_goes_on_after_a_layout_but_not_after_the_device(monkeypatch, error, reported):
+    """A device that failed fails at all that follows, which would read as findings of the other layouts."""
+    found = {}
+    check = a_check("small", found)
+    monkeypatch.setattr(gpu_check.Check, "size", lambda self, full, tiny: tiny)
+    monkeypatch.setattr(gpu_check, "attention_milliseconds", lambda *_: (_ for _ in ()).throw(error("no such layout")))
+    with pytest.raises(error) if reported == 1 else nullcontext():
+        gpu_check.kernels(check)
+    assert len(found) == reported and all("no such layout" in value for value in found.values())
