@@ -97,8 +97,8 @@ class Answer:
         output, tokens = self.output, len(self.output.token_ids)
         prompt = f"prompt   {self.prompt_tokens} tokens{rate(self.prompt_tokens, output.prefill_seconds)}"
         decode = f"decode   {tokens} tokens{rate(tokens, output.decode_seconds)}"
-        spent = f"{output.once_seconds:.1f}"
-        once = [f"compile  {spent} s for shapes that were new, in none of these times"] if spent != "0.0" else []
+        once = [f"compile  {output.once_seconds:.1f} s for shapes that were new, in none of these times"]
+        once = once if output.once_seconds >= 0.05 else []
         if not output.round_lengths:
             return [prompt, f"{decode}; stopped: {self.stop_reason}", *once]
         decode += f", {ms_per_token(output):.1f} ms a token; prompt to last token {output.wall_seconds:.2f} s"

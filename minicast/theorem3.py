@@ -22,7 +22,7 @@ class Siblings:
     """The children of each packed row, side by side."""
 
     tokens: Tensor  # (n, K) int64, any value where there is no child
-    log_q: Tensor   # (n, K) float64, log proposal up to a constant per row, -inf where there is no child
+    log_q: Tensor   # (n, K) float32 or float64, log proposal up to a constant per row, -inf where there is no child
 
     def row(self, row: int) -> "Siblings":
         """The children of one row, (1, K)."""
