@@ -31,15 +31,16 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from graphs.cpu import OPTIONS, Direct, reading_ahead
 from model.errors import UserError
-from model.linear import FEW_ROWS
+from model.linear import FEW_ROWS, Linear
 from model.memory import trim
 from model.transformer import Layer, Pair, Window
 
@@ -47,7 +48,6 @@ WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the
 MOST_SHAPES = 1024  # compiled in one process
 MAX_GRAPHS = 64  # kept at once, or all are dropped: a request's few, for several widths and ways of sampling
 ROWS = (1, 4, 8, FEW_ROWS)  # packed, that layers are compiled for on a CPU; a wider pack takes a bucket of `minicast.round`
-CPU_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}  # multiply and add in one instruction
 
 
 @dataclass
@@ -86,9 +86,10 @@ class CompiledLayer:
         self.many = self._compile(Layer.forward, dynamic=False)
         # With one row a generated kernel streams the weight faster than cuBLAS does.
         self.one = self._compile(Layer.forward, {"coordinate_descent_tuning": True}, dynamic=False)
-        self.open = Direct(Layer.forward, self._compile(Layer.forward, CPU_OPTIONS, dynamic=True))
+        self.open = Direct(Layer.forward, self._compile(Layer.forward, OPTIONS, dynamic=True))
         self.memory = self._compile(Layer.remember, dynamic=False)
-        self.open_memory = Direct(Layer.remember, self._compile(Layer.remember, CPU_OPTIONS, dynamic=True))
+        self.open_memory = Direct(Layer.remember, self._compile(Layer.remember, OPTIONS, dynamic=True))
+        self.linear = self._compile(Linear.forward, OPTIONS, dynamic=False)
 
     def __call__(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair | None, window: Window | None) -> Tensor:
         """As `Layer.forward`: x (B, T, H) -> (B, T, H)."""
@@ -103,6 +104,18 @@ class CompiledLayer:
         compiled = Layer.remember if packed else self.memory if x.is_cuda else self.open_memory
         self._run(compiled, Layer.remember, layer, x, rope, cache, slots)
 
+    def product(self, linear: Linear, x: Tensor) -> Tensor:
+        """As `Linear.forward`, x (…, in_features), of one that is in no layer: compiled on a CPU, FEW_ROWS rows at a time."""
+        if linear.panels is None:
+            return linear(x)
+        rows = x.flatten(0, -2)
+        if len(rows) > FEW_ROWS:
+            y = torch.cat([self.product(linear, few) for few in rows.split(FEW_ROWS)])
+        else:
+            padding = next(count for count in ROWS if count >= len(rows)) - len(rows)
+            y = self._run(self.linear, Linear.forward, linear, F.pad(rows, (0, 0, 0, padding)))[: len(rows)]
+        return y.view(*x.shape[:-1], -1)
+
     def try_out(self) -> None:
         """Compile a function that is no layer: whether anything compiles here is known before the first answer."""
         self._run(self._compile(torch.nn.functional.silu), torch.nn.functional.silu, torch.zeros(8))
@@ -115,7 +128,7 @@ class CompiledLayer:
             from torch._inductor import compile_fx, utils
 
             try:
-                with tqdm(total=1, desc="compile", leave=False, disable=None):
+                with tqdm(total=1, desc="compile", leave=False, disable=None), reading_ahead():
                     compiled = compile_fx.compile_fx(graph, inputs, config_patches=options)
             except BaseException:  # Ctrl-C ends the C++ compiler, too; what it left would count as failed from then on
                 utils.clear_caches()
@@ -141,39 +154,6 @@ class CompiledLayer:
     def _fail(self, reason: str) -> None:
         self.failed = True
         warnings.warn(f"cannot compile, so layers run uncompiled and slower: {reason}", stacklevel=4)
-
-
-class Direct:
-    """A function of a layer that was compiled with sizes left open, called past Dynamo wherever it has been before.
-
-    At every call Dynamo takes over the frame and checks all that the compiled code rests on. That is not much, but by then
-    the last layer's weights have driven it out of the CPU's caches: a fifth of the default model's AR step is Dynamo's. So
-    only a layer's first calls with tensors of these shapes go through it, to find or make the code that fits; later ones
-    go straight to that code. What may differ between them is the number of live slots. Code may rest on that, too, where it
-    was equal by chance to a size; so it is called directly for that number alone until Dynamo has found it to fit another.
-
-    Attributes:
-        function: `Layer.forward` or `Layer.remember`
-        compiled: the same, by torch.compile
-        codes: the code that fits, as a function, by what it rests on, and by the live slots where it may fit no others
-        first: the live slots of the first pass that such code served
-    """
-
-    def __init__(self, function: Callable, compiled: Callable):
-        self.function, self.compiled, self.codes, self.first = function, compiled, {}, {}
-
-    def __call__(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair, where: Window | Tensor) -> Tensor | None:
-        """As `function`: x (B, T, H); where: its window, or its slots (T,), where there are no live ones."""
-        live, key = getattr(where, "live", None), (layer, x.shape, cache[0].shape, getattr(where, "mask", None) is None)
-        if code := self.codes.get(key) or self.codes.get((key, live)):
-            return code(layer, x, rope, cache, where)
-        result = self.compiled(layer, x, rope, cache, where)
-        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(self.function)
-        if entries:  # the last used comes first; none if compiling is off
-            code = entries[0].code
-            fits_any = live is None or live != self.first.setdefault((key, code), live)
-            self.codes[key if fits_any else (key, live)] = FunctionType(code, self.function.__globals__)
-        return result
 
 
 def to_host(values: Tensor) -> Tensor:

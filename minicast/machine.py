@@ -71,7 +71,7 @@ class Share:
 
     Attributes:
         target, head: inside the passes of the target, any use of its LM head included, and of the draft head, with
-            its own rows of that where it has them
+            its scores where it has rows of that of its own
         total: of all rounds, the first draft included
     """
 
@@ -93,9 +93,8 @@ def measure_share(decoder: Decoder, prompt_ids: Sequence[int], **options) -> Sha
     share, device = Share(), decoder.target.device
     clocked = [(decoder.target, "target", ("forward", "logits"))]
     if decoder.draft:
-        clocked.append((decoder.draft, "head", ("forward", "extend")))
-        if decoder.draft.vocabulary_head:  # in the place of the target's LM head
-            clocked.append((decoder.draft.vocabulary_head, "head", ("forward",)))
+        restricted = decoder.draft.vocabulary is not None  # else the target's LM head scores for it
+        clocked.append((decoder.draft, "head", ("forward", "extend", "log_q")[: 2 + restricted]))
     decoder.reset()
     with clocks(clocked, share, device):
         for step in decoder.stream(prompt_ids, **options):

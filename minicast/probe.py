@@ -42,7 +42,7 @@ from model.dflash import DraftHead
 from model.files import write_atomically
 from model.linear import weight_bytes
 
-FORMAT = 4  # of the cached costs: raise it when what is measured changes
+FORMAT = 5  # of the cached costs: raise it when what is measured changes
 ASKED = (1, 4, 8, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # row counts, where they are not the buckets'
 ASKED_FIRST = 16     # up to here always; beyond, only while the rule still adds nodes
 BEHIND = 2           # positions the drafter has to catch up with before a draft: about what a round commits

@@ -11,7 +11,7 @@ Both read and write `State` alone, at fixed addresses, so that the same two func
 replayed from CUDA graphs on a GPU (`graphs.capture`). What repeats them, and step 7, emit, is in `decode`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from minicast.verify import target_choices, visit, walk
 from minicast.width import MAX_WIDTH
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
+from model.linear import Linear
 from model.transformer import CAUSAL, KVCache, Layer, Target, Window
 
 MAX_ROWS = MAX_WIDTH + 1  # packed rows of the widest tree
@@ -111,6 +112,11 @@ class State:
     def compiled(self) -> bool:
         """Whether layers run compiled; not where compiling has failed."""
         return self.body.layer is not None and not self.body.layer.failed
+
+    @property
+    def product(self) -> Callable:
+        """Runs a linear layer that is in no layer, (layer, x) -> y."""
+        return self.body.layer.product if self.body.layer else Linear.__call__
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -204,7 +210,7 @@ def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
             if tap:
                 read_features(state, state.prefix - state.drafted)
             bar.update(len(chunk))
-    return target.logits(hidden[0, -1:])
+    return target.logits(hidden[0, -1:], state.product)
 
 
 def read_features(state: State, count: int) -> None:
@@ -217,7 +223,8 @@ def read_features(state: State, count: int) -> None:
         rows = min(count - first, PREFILL_ROWS)
         slots = state.D + state.rows[:rows]
         layer = state.body.layer if rows == state.depth + 1 else None  # other numbers of rows would each be compiled
-        state.draft.extend(state.features.index_select(1, slots), state.draft_cache, slots, (layer or Layer).remember)
+        features, remember = state.features.index_select(1, slots), (layer or Layer).remember
+        state.draft.extend(features, state.draft_cache, slots, remember, state.product)
         state.D.copy_(torch.minimum(state.D + rows, state.P))
         state.drafted = min(state.drafted + rows, state.prefix)
 
@@ -231,7 +238,7 @@ def draft(state: State, depth: int | None = None) -> Tensor:
     block = torch.full((1, rows), state.draft.mask_token_id, device=state.P.device)
     block[:, :1] = state.root
     hidden = state.draft(block, state.draft_cache, state.window(state.rows[:rows], EVERYTHING), state.target)
-    return state.draft.log_q(hidden[0, :depth], state.target)
+    return state.draft.log_q(hidden[0, :depth], state.target, state.product)
 
 
 def pack(state: State, tree: Tree) -> None:
@@ -281,7 +288,7 @@ def settle(state: State, request: Request, n: int) -> Tensor:
     # 4 verify
     taps = state.draft.taps if request.tap else ()
     hidden, features = state.target(tokens[None], state.target_cache, state.window(depths, visible), taps)
-    logits = state.target.logits(hidden[0])
+    logits = state.target.logits(hidden[0], state.product)
     # 5 walk
     children = None
     if request.stochastic and n > 1:

@@ -59,12 +59,15 @@ class DraftHead(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
-    def extend(self, features: Tensor, cache: KVCache, slots: Tensor, remember: Callable = Layer.remember) -> None:
+    def extend(
+        self, features: Tensor, cache: KVCache, slots: Tensor, remember: Callable = Layer.remember,
+        product: Callable = Linear.__call__,
+    ) -> None:
         """Append committed positions: features (B, T, F) of positions `slots` (T,) become keys and values there.
 
-        remember: `Layer.remember`, or the same compiled
+        remember, product: of a layer and a linear layer: as they are written, or compiled
         """
-        fused = self.hidden_norm(self.fc(features))
+        fused = self.hidden_norm(product(self.fc, features))
         rope = self.rotary(slots, fused.dtype)
         for layer, layer_cache in zip(self.layers, cache.layers):
             remember(layer, fused, rope, layer_cache, slots)
@@ -97,11 +100,14 @@ class DraftHead(nn.Module):
         head.pack()
         self.vocabulary, self.vocabulary_head = vocabulary, head
 
-    def log_q(self, hidden: Tensor, target: Target) -> Tensor:
-        """Normed hidden states (L, H) -> log q (L, V) float32: in 16 bits, ranks would tie and masses be coarse."""
+    def log_q(self, hidden: Tensor, target: Target, product: Callable = Linear.__call__) -> Tensor:
+        """Normed hidden states (L, H) -> log q (L, V) float32: in 16 bits, ranks would tie and masses be coarse.
+
+        product: as for `extend`
+        """
         if self.vocabulary is None:
-            return torch.log_softmax(target.logits(hidden), dim=-1, dtype=torch.float32)
-        known = torch.log_softmax(self.vocabulary_head(hidden), dim=-1, dtype=torch.float32)
+            return torch.log_softmax(target.logits(hidden, product), dim=-1, dtype=torch.float32)
+        known = torch.log_softmax(product(self.vocabulary_head, hidden), dim=-1, dtype=torch.float32)
         nothing = known.new_full((len(hidden), target.vocab_size), -torch.inf)
         return nothing.index_copy_(1, self.vocabulary, known)
 

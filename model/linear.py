@@ -113,11 +113,8 @@ def weight_bytes(*models: nn.Module) -> int:
 
 
 def lay_out(*models: nn.Module | None, compiled: bool) -> None:
-    """Bring the linear layers inside the layers of a target and a drafter to panels, for compiled code, or pack them again.
-
-    What is not in a layer, as the LM head, is not compiled and stays packed.
-    """
-    layers = linear_layers(*(model.layers for model in models if model is not None))
+    """Bring the linear layers of a target and a drafter to panels, for compiled code, or pack them again."""
+    layers = linear_layers(*(model for model in models if model is not None))
     stale = [layer for layer in layers if (layer.packed if compiled else layer.panels) is not None]
     for layer in stale:
         layer.to_panels() if compiled else layer.from_panels()

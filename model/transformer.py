@@ -278,9 +278,9 @@ class Target(nn.Module):
         features = torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
         return self.norm(x), features
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (…, H) -> logits (…, V)."""
-        return self.lm_head(hidden)
+    def logits(self, hidden: Tensor, product: Callable = Linear.__call__) -> Tensor:
+        """hidden (…, H) -> logits (…, V). product: runs a linear layer, (layer, x) -> y: as it is written, or compiled."""
+        return product(self.lm_head, hidden)
 
     @torch.no_grad()
     def read(self, token_ids: Sequence[int] | Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:

@@ -269,7 +269,7 @@ def test_share_counts_a_restricted_head_as_the_drafters(models, ticking):
     share = machine.measure_share(decoder, [1, 2, 3], width=7, max_new_tokens=12)
     rounds = len(decoder.output.round_lengths)
     assert share.target == 2 * rounds and share.head == 3 * rounds - 1
-    assert "forward" not in vars(draft.vocabulary_head)
+    assert "log_q" not in vars(draft)
 
 
 def test_tree_builder_is_timed(ticking, monkeypatch):

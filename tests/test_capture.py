@@ -14,7 +14,6 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs, Once
+from graphs.cpu import AHEAD, reading_ahead
 from graphs.masks import BODIES
 from minicast import Decoder
 from minicast.back_off import Pace
@@ -35,7 +35,7 @@ from minicast.round import BUCKETS, COMPILED_BUCKETS, Settled, pack, prefill, pr
 from minicast.tree import candidate_pairs, device_tree, top_ranked
 from minicast.verify import target_choices
 from minicast.width import MAX_WIDTH
-from model.linear import Linear, lay_out
+from model.linear import Linear, lay_out, linear_layers
 from model.transformer import Layer, Window
 from test_decode import CONTEXT, DEPTH, autoregressive, oracle, prompt_of, tiny_draft, tiny_target, tree_of
 
@@ -161,9 +161,9 @@ def knowing(decoder: Decoder, text: list[int], first: int) -> Decoder:
     tokens = torch.tensor([*text, *[0] * 2 * DEPTH])
     raised = (9.0 - 6.0 * (torch.arange(len(tokens)) % 4 == 0)) * (torch.arange(len(tokens)) >= first)
 
-    def log_q(hidden, target):
+    def log_q(hidden, target, product):
         positions = state.P + 1 + state.rows[:DEPTH]
-        scores = guess(hidden, target)
+        scores = guess(hidden, target, product)
         return scores.scatter_add(1, tokens[positions, None], raised[positions, None]).log_softmax(-1)
 
     decoder.draft.log_q = log_q
@@ -467,7 +467,7 @@ class AsWritten:
     """In the place of a `CompiledLayer`: rounds are padded for it, and nothing is compiled."""
 
     failed = False
-    __call__, remember = staticmethod(Layer.forward), staticmethod(Layer.remember)
+    __call__, remember, product = map(staticmethod, (Layer.forward, Layer.remember, Linear.__call__))
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -596,7 +596,7 @@ def test_what_is_compiled_where_sizes_are_equal_by_chance_holds_where_they_are_n
     """Code that is called directly is not checked again, so it may rest on no number of live slots, nor on all being live."""
     torch._dynamo.reset()
     layer = packed(tiny_target())[0].layers[0]
-    lay_out(Namespace(layers=torch.nn.ModuleList([layer])), compiled=True)
+    lay_out(layer, compiled=True)
     run = CompiledLayer()
     for live in (chance, 40, 41, 127, 128, 42):
         got, expected = (live_pass(layer, how, n, live, slots=128) for how in (run, Layer.forward))
@@ -629,10 +629,57 @@ def test_a_layer_passes_through_dynamo_twice_for_tensors_of_a_shape():
     assert len(calls) == 1  # another number would be the second
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_outside_of_layers_is_compiled_for_few_numbers_of_rows(dtype, bias):
+    """Of the LM head a draft wants any number of rows, up to L, and a wide tree more than a loop has room for."""
+    torch._dynamo.reset()
+    generator, graphs = torch.Generator().manual_seed(0), []
+    linear = Linear(33, 7, bias)  # neither divides by a panel
+    linear.weight.data = torch.randn(7, 33, generator=generator).to(dtype).float()
+    if bias:
+        linear.bias.data = torch.randn(7, generator=generator)
+    weight = linear.weight.clone()
+    linear.pack()
+    if linear.weight is not None:
+        pytest.skip("no packed layout on this CPU")
+    run = CompiledLayer(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    assert torch.equal(run.product(linear, torch.ones(3, 33)), linear(torch.ones(3, 33))) and not graphs
+    lay_out(linear, compiled=True)
+    for shape in (*((m, 33) for m in (1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 33, 128)), (1, 5, 33), (2, 20, 33)):
+        x = torch.randn(shape, generator=generator)
+        expected = x.double() @ weight.double().T + (linear.bias.double() if bias else 0.0)
+        torch.testing.assert_close(run.product(linear, x).double(), expected, rtol=1e-5, atol=1e-4)
+    assert len(graphs) == 4  # 1, 4, 8 and 16 rows
+    assert not run.failed
+
+
+@pytest.mark.parametrize("dtype, asks", [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
+def test_compiled_loops_over_16_bit_weights_ask_memory_ahead(dtype, asks, tmp_path):
+    """In the C++ of the loop itself; what other programs compile with this torch is as it was, after an error, too."""
+    torch._dynamo.reset()
+    linear = Linear(64, 96)
+    linear.weight.data = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(dtype).float()
+    linear.pack()
+    if linear.weight is not None:
+        pytest.skip("no packed layout on this CPU")
+    lay_out(linear, compiled=True)
+    assert linear.panels.dtype == dtype
+    written = torch._inductor.codegen.cpp.CppVecKernel._get_vec_load_line
+    run, x = CompiledLayer(), torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        _, code = torch._inductor.utils.run_and_get_code(run.product, linear, x)
+    assert ("__builtin_prefetch" in code[0] and f" + {AHEAD})" in code[0]) == asks
+    with pytest.raises(KeyError), reading_ahead():
+        assert torch._inductor.codegen.cpp.CppVecKernel._get_vec_load_line is not written
+        raise KeyError
+    assert torch._inductor.codegen.cpp.CppVecKernel._get_vec_load_line is written
+
+
 def test_a_pass_under_a_mask_and_one_without_get_code_of_their_own():
     torch._dynamo.reset()
     layer, run = packed(tiny_target())[0].layers[0], CompiledLayer(backend=lambda graph, inputs: graph.forward)
-    lay_out(Namespace(layers=torch.nn.ModuleList([layer])), compiled=True)
+    lay_out(layer, compiled=True)
     for masked in (False, True, False):
         got, expected = (live_pass(layer, how, 4, 40, slots=128, masked=masked)[0] for how in (run, Layer.forward))
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
@@ -646,7 +693,7 @@ def test_layers_that_hold_their_weights_otherwise_get_code_of_their_own():
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     layers[1].mlp.down_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
     layers[1].mlp.down_proj.pack()
-    lay_out(Namespace(layers=layers), compiled=True)
+    lay_out(layers, compiled=True)
     assert [layer.mlp.down_proj.panels.dtype for layer in layers] == [torch.bfloat16, torch.float32]
     run = CompiledLayer(backend=lambda graph, inputs: graph.forward)
     for live in (40, 41, 42):
@@ -666,10 +713,9 @@ def test_decoders_that_compile_and_that_do_not_share_a_target():
     for decoder in (compiled, eager, compiled, eager):
         decoder.reset()
         assert decoder.generate(prompt, width=7, max_new_tokens=8).token_ids == expected
-        for layer in (*target.layers.modules(), *draft.layers.modules()):
-            if isinstance(layer, Linear):
-                assert (layer.packed is None) == (decoder is compiled)
-                assert layer.panels is None or layer.panels.dtype == torch.bfloat16
+        for layer in linear_layers(target, draft):
+            assert (layer.packed is None) == (decoder is compiled)
+            assert layer.panels is None or layer.panels.dtype == torch.bfloat16
         assert {layer.weight_bytes() for layer in target.modules() if isinstance(layer, Linear)} == held
 
 
@@ -701,7 +747,7 @@ def test_a_compiler_that_fails_at_a_layer_leaves_the_weights_packed():
     with pytest.warns(UserWarning, match="cannot compile, .*: RuntimeError: no such instruction$"):
         assert decoder.generate(prompt_of(5), width=3, max_new_tokens=8).token_ids == expected
     assert decoder.generate(prompt_of(5), width=3, max_new_tokens=8).token_ids == expected
-    assert all(layer.packed for layer in target.layers.modules() if isinstance(layer, Linear))
+    assert all(layer.packed for layer in linear_layers(target, draft))
 
 
 def test_sampled_rounds_over_padded_packs():

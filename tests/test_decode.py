@@ -545,7 +545,7 @@ def test_no_position_is_scored_that_the_tree_cannot_reach(models, body, monkeypa
     target, draft = models
     decoder, scored = Decoder(target, draft, attention=body), []
     score = draft.log_q
-    monkeypatch.setattr(draft, "log_q", lambda hidden, target: scored.append(len(hidden)) or score(hidden, target))
+    monkeypatch.setattr(draft, "log_q", lambda hidden, *rest: scored.append(len(hidden)) or score(hidden, *rest))
     for method, width, rows in [("cast", 1, 1), ("cast", 3, 3), ("cast", 15, DEPTH), ("dflash", 3, DEPTH)]:
         scored.clear()
         decoder.generate(prompt_of(5), method=method, width=width, max_new_tokens=12)

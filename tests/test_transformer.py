@@ -149,15 +149,15 @@ def test_unpacked_panels_are_the_weights_that_were_packed(dtype, bias):
             layer.weight, layer.packed = torch.nn.Parameter(weight.clone()), None
 
 
-def test_laying_out_a_model_changes_its_layers_alone_and_back():
-    """The LM head is not inside a layer: it keeps its layout, and memory holds nothing twice."""
+def test_laying_out_a_model_changes_all_its_weights_and_back():
+    """Inside a layer and outside; memory holds nothing twice."""
     target = load_target(GOLDENS / "tiny-llama")
     tokens = torch.arange(12)
     expected, _ = target.score(tokens)
     lay_out(target, compiled=True)
-    linears = [module for module in target.layers.modules() if isinstance(module, Linear)]
+    linears = [module for module in target.modules() if isinstance(module, Linear)]
+    assert target.lm_head in linears
     assert all(module.packed is None and module.panels is not None for module in linears)
-    assert target.lm_head.packed is not None and target.lm_head.panels is None
     assert torch.allclose(target.score(tokens)[0], expected, atol=1e-4)
     lay_out(target, compiled=False)
     assert all(module.packed is not None and module.panels is None for module in linears)

@@ -1,0 +1,80 @@
+"""What makes compiled layers fast on a CPU: loops that ask memory ahead, and calls that go past Dynamo.
+
+There a step waits for the weights, and for whatever else lies between one layer's and the next's. Which functions are
+compiled, and when, is in `capture`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+
+import torch
+from torch import Tensor
+
+from model.transformer import Layer, Pair, Window
+
+OPTIONS = {  # of Inductor
+    "cpp.enable_floating_point_contract_flag": "fast",  # multiply and add in one instruction
+    "size_asserts": False,  # a twentieth of the default model's AR step; Dynamo, or `Direct`, has looked at sizes before
+}
+AHEAD = 1024  # weights that a loop asks memory for before it reads them
+
+
+@contextmanager
+def reading_ahead() -> Iterator[None]:
+    """While open, the loops that Inductor writes for a CPU ask memory for 16-bit values, which weights are, before they need
+    them.
+
+    A processor foresees what a loop will read, but only to the end of a page of 4 KB, and a loop that waits for memory at
+    each page adds and multiplies nothing meanwhile. Inductor has no setting for this, so the line of C++ that it writes for
+    a load is put together here with one more instruction.
+    """
+    from torch._inductor.codegen.cpp import CppVecKernel
+    from torch._inductor.codegen.cpp_utils import cexpr_index
+
+    written = CppVecKernel._get_vec_load_line
+
+    def line(kernel, var, index, dtype, load_mask=None):
+        load = written(kernel, var, index, dtype, load_mask)
+        if dtype.itemsize != 2:
+            return load
+        return f"(__builtin_prefetch({var} + {cexpr_index(index)} + {AHEAD}), {load})"
+
+    CppVecKernel._get_vec_load_line = line
+    try:
+        yield
+    finally:
+        CppVecKernel._get_vec_load_line = written
+
+
+class Direct:
+    """A function of a layer that was compiled with sizes left open, called past Dynamo wherever it has been before.
+
+    At every call Dynamo takes over the frame and checks all that the compiled code rests on. That is not much, but by then
+    the last layer's weights have driven it out of the CPU's caches: a fifth of the default model's AR step is Dynamo's. So
+    only a layer's first calls with tensors of these shapes go through it, to find or make the code that fits; later ones
+    go straight to that code. What may differ between them is the number of live slots. Code may rest on that, too, where it
+    was equal by chance to a size; so it is called directly for that number alone until Dynamo has found it to fit another.
+
+    Attributes:
+        function: `Layer.forward` or `Layer.remember`
+        compiled: the same, by torch.compile
+        codes: the code that fits, as a function, by what it rests on, and by the live slots where it may fit no others
+        first: the live slots of the first pass that such code served
+    """
+
+    def __init__(self, function: Callable, compiled: Callable):
+        self.function, self.compiled, self.codes, self.first = function, compiled, {}, {}
+
+    def __call__(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair, where: Window | Tensor) -> Tensor | None:
+        """As `function`: x (B, T, H); where: its window, or its slots (T,), where there are no live ones."""
+        live, key = getattr(where, "live", None), (layer, x.shape, cache[0].shape, getattr(where, "mask", None) is None)
+        if code := self.codes.get(key) or self.codes.get((key, live)):
+            return code(layer, x, rope, cache, where)
+        result = self.compiled(layer, x, rope, cache, where)
+        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(self.function)
+        if entries:  # the last used comes first; none if compiling is off
+            code = entries[0].code
+            fits_any = live is None or live != self.first.setdefault((key, code), live)
+            self.codes[key if fits_any else (key, live)] = FunctionType(code, self.function.__globals__)
+        return result
