@@ -13,7 +13,7 @@ from minicast.program import INTERRUPTED, Parser, at_least, compile_flags, model
 
 METHODS = ("ar", "dflash", "cast")  # of `minicast.methods`, which imports torch, for which --help should not wait
 OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "rank_cap", "verifier")  # of the decoder
-ASKED = (*OPTIONS, "attention", "draft_vocabulary")  # told beside the figures
+ASKED = (*OPTIONS, "attention", "draft_vocabulary", "raw", "system", "enable_thinking")  # told beside the figures
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

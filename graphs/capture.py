@@ -52,7 +52,8 @@ ROWS = (1, 4, 8, FEW_ROWS)  # packed, that layers are compiled for on a CPU; a w
 
 @dataclass
 class Once:
-    """Seconds that went into what a shape needs once: layers compiled, graphs recorded. No clock of an answer counts them."""
+    """Seconds that went into what is done once: layers compiled, weights laid out for them, graphs recorded. No clock of an
+    answer counts them."""
 
     seconds: float = 0.0
 

@@ -36,7 +36,7 @@ from minicast.command import Placement, guarded, note_idle_flags, note_no_effect
 from minicast.decode import Decoder, Output, Round
 from minicast.figures import Record, comparison, comparison_lines, located, over, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
-from minicast.methods import METHODS
+from minicast.methods import METHODS, UNSIZED
 from minicast.probe import PAPER_PREFIX, Costs, Deployment
 from minicast.prompts import Question
 from minicast.report import Report, commit, environment
@@ -56,13 +56,13 @@ SAMPLING = ("temperature", "top_k", "top_p", "seed")
 
 @dataclass(frozen=True)
 class Arm:
-    """One competitor: a method, and for "cast" the width N, "auto" or "round"."""
+    """One competitor: a method, and the width N, "auto" or "round", where it is asked for one."""
 
     method: str
     width: int | str = 0
 
     def __str__(self) -> str:
-        return f"cast N={self.width}" if self.method == "cast" else self.method
+        return self.method if self.method in UNSIZED else f"{self.method} N={self.width}"
 
 
 # Measuring answers
@@ -111,8 +111,7 @@ def warm_up(decoders: dict[Arm, Decoder], prompt_ids: Sequence[int], options: di
     """
 
     def widest(arm: Arm) -> int:
-        chosen = arm.method == "cast" and not isinstance(arm.width, int)
-        return MAX_WIDTH if chosen else arm.width  # as far as "auto" and "round" may go
+        return arm.width if isinstance(arm.width, int) else MAX_WIDTH  # as far as "auto" and "round" may go
 
     for arm in sorted(decoders, key=widest, reverse=True):
         measure(decoders[arm], arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
@@ -143,12 +142,13 @@ def compared(
 def show_comparison(
     decoder: Decoder, tokenizer, prompt_ids: Sequence[int], width: int | str, options: dict, screen, as_json: bool
 ) -> int:
-    """All methods on one prompt, of which cast has this width: the text on the screen, then a line for each; or JSON.
+    """All methods on one prompt, those that have one with this width: the text on the screen, then a line for each; or JSON,
+    which is of figures alone.
 
     Ctrl-C or an error ends it early: what was finished, or else the text so far, is shown, and the error raised again.
     Returns the exit status: 1 where a method's text is wrong.
     """
-    arms = [Arm(method, width if method == "cast" else 0) for method in METHODS]
+    arms = [Arm(method, 0 if method in UNSIZED else width) for method in METHODS]
     outputs, ended = {}, None
     try:
         warm_up(dict.fromkeys(arms, decoder), prompt_ids, options)
@@ -414,12 +414,14 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     options = {name: getattr(arguments, name) for name in ("verifier", *SAMPLING)}
     if arguments.temperature > 0 and arguments.audit:
         raise UsageError("--audit compares with the target's best token: leave out --temperature")
+    if arguments.seed + arguments.repeats > 2**63:
+        raise UsageError("--seed: each repeat adds 1 to it, and the last one would be beyond 2**63 - 1")
     if arguments.out:
         check_outputs(arguments.out)
     arms = [
         Arm(method, width)
         for method in arguments.methods
-        for width in (arguments.widths if method == "cast" else [0])
+        for width in ([0] if method in UNSIZED else arguments.widths)
     ]
     placement = Placement.choose(arguments.device, arguments.dtype)
     drafts = arguments.methods != ["ar"] or arguments.probe_full
@@ -481,8 +483,12 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
 def deliver(report: Report, journal: Journal, out: Path | None) -> int:
     """The report to its files, its table to stdout; the journal has then served. Returns the exit status."""
     if out:
-        write_atomically(out, report.to_json())
-        write_atomically(beside(out, ".md"), report.to_markdown())
+        try:
+            write_atomically(out, report.to_json())
+            write_atomically(beside(out, ".md"), report.to_markdown())
+        except OSError:
+            print(report.to_markdown(), end="", flush=True)  # and the journal stays: the same command can write it again
+            raise
         print(f"bench: wrote {out} and {beside(out, '.md').name}", file=sys.stderr)
     journal.remove()
     try:

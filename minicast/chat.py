@@ -107,17 +107,21 @@ class Chat:
                 message = input("> " if self.interactive else "")
                 warned = False
                 if message.rstrip() == "/quit":
-                    return 0
+                    return self.status
                 self.take(message)
             except EOFError:
                 if self.interactive:
                     note("")
-                return int(self.refused and not self.interactive)
+                return self.status
             except KeyboardInterrupt as stop:
                 if warned or not self.interactive or isinstance(stop, Terminated):
                     raise
                 warned = True
                 note("\n(Ctrl-C again, Ctrl-D or /quit leaves)")
+
+    @property
+    def status(self) -> int:
+        return int(self.refused and not self.interactive)
 
     def take(self, message: str) -> None:
         """A command or a message."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
+from minicast.methods import UNSIZED
 from minicast.program import (
     INTERRUPTED, Terminated, Unwritable, complain, interruptible, settle_streams, watched_streams,
 )
@@ -90,7 +91,7 @@ def note_idle_flags(program: str, arguments: argparse.Namespace, methods: Sequen
         idle["at temperature 0"] = ["top_k", "top_p", "verifier"]
         if program == "run.py":  # elsewhere the seed has other uses
             idle["at temperature 0"].append("seed")
-    if set(methods) <= {"ar", "dflash"}:
+    if set(methods) <= set(UNSIZED):
         idle[f"on {' and '.join(methods)}, only on cast"] = ["width", "widths", "rank_cap"]
     if not drafts:
         verifier = ["verifier"] if arguments.temperature > 0 else []  # else it is named above

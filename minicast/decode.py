@@ -107,7 +107,7 @@ class Output:
             the first draft; closes after truncation
         wall_seconds: prompt to last token; what a caller does between rounds counts in none of the three
         reused: prompt tokens that were in the caches already; the others were prefilled
-        once_seconds: compiling layers and recording graphs, for shapes that are new; in none of the three either
+        once_seconds: compiling layers, laying out weights for them, recording graphs; in none of the three either
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -290,7 +290,7 @@ class Decoder:
         if isinstance(options.width, Integral):
             return FixedWidth(clamp_width(options.width))
         request = self.request(options, drafts=True)
-        if self.draft is None or new_tokens == 0 or request.method in (no_tree, chain):
+        if self.draft is None or new_tokens < 2 or request.method in (no_tree, chain):  # the first comes without a round
             return FixedWidth(UNINFORMED)
         if self.deployment is None:
             from minicast.probe import Deployment
@@ -344,7 +344,9 @@ class Decoder:
 
         Also the moment to lay out the weights, which another decoder on the same target may have done its own way.
         """
+        began = time.perf_counter()
         lay_out(self.target, self.draft, compiled=self.state.compiled)
+        self.once.seconds += time.perf_counter() - began
         if self.state.static:
             positions = min(1 << (max(positions, self.max_length) - 1).bit_length(), self.target.context)
         if self.state.reserve(positions) and self.graphs:

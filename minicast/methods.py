@@ -87,6 +87,7 @@ kept_pairs = lru_cache(maxsize=None)(candidate_pairs)
 
 
 METHODS: dict[str, Method] = {"ar": no_tree, "dflash": chain, "cast": best_first}
+UNSIZED = ("ar", "dflash")  # the others are asked for a width
 
 
 def is_custom(method: Method) -> bool:

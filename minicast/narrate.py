@@ -226,6 +226,7 @@ def walk_lines(seen: Seen, name: Callable[[int], str]) -> Iterator[Line]:
             log_q = seen.log_q[depth]
             rank = int((log_q > log_q[chosen]).sum()) + 1
             thought = f" (the drafter's number {rank} at depth {depth + 1}, q = {log_q[chosen].exp():.4f})"
+            thought = thought if log_q[chosen].isfinite() else f" (at depth {depth + 1} the drafter does not score it)"
         accepted = depth + 1 < len(path)
         then = f"row {path[depth + 1]} carries it: accepted" if accepted else "no child carries it: the next b"
         yield f"row {row}: the target chooses {name(chosen)}{thought}; {then}", GREEN if accepted else PLAIN

@@ -197,7 +197,7 @@ def run(files: Sequence[Path], out: Path) -> int:
         values = read(file)
         try:
             drawn = {name: draw(part) for name, (draw, part) in pictures(values).items()}
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise UsageError(f"{file} is not as bench, replay or a probe writes it ({error!r})") from error
         unswept = "rows" in values and "speedup" not in drawn
         if not drawn:

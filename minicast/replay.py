@@ -48,7 +48,7 @@ from minicast.width import MAX_WIDTH
 from model import hub, train_data
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.files import check_directory, check_file, claim, claimed, save_tensors, write_atomically
+from model.files import SETTINGS, check_directory, check_file, claim, claimed, save_tensors, write_atomically
 from model.transformer import KVCache, Target, Window
 
 RANKS = 32          # tokens kept at each depth
@@ -118,7 +118,7 @@ class Recording:
 
                 answer = file.get_tensor("answer").tolist()
                 return cls(file.metadata()["domain"], answer, drafts=drafts("drafts"), short=drafts("short"))
-        except (SafetensorError, TypeError, KeyError) as error:
+        except (SafetensorError, OSError, TypeError, KeyError) as error:
             raise UserError(f"{path} is damaged ({error}): delete it, and it is recorded again") from error
 
 
@@ -680,6 +680,9 @@ def read_recordings(directory: Path) -> tuple[dict, list[Recording]]:
     settings = claimed(directory)
     if settings is None or "head" not in settings:
         raise UsageError(f"{directory} holds no recorded rounds: run without --analyse first")
+    kinds = {"head": str, "target": str, "draft": str, "max_new_tokens": int}
+    if not all(isinstance(settings.get(name), kind) for name, kind in kinds.items()):
+        raise UserError(f"{directory / SETTINGS} is damaged: delete it, and run without --analyse")
     files = sorted(directory.glob(f"{settings['head'][:8]}-*.safetensors"))
     recordings = [recording for recording in map(Recording.load, files) if len(recording.answer) > 1]
     if not recordings:

@@ -66,9 +66,10 @@ class Request:
     def constants(self) -> "Request":
         """What a captured `settle` has baked in, so the key it is kept under.
 
-        Not the method, which only `propose` uses, nor the seed, which the graph reads from a buffer.
+        Not the method, which only `propose` uses, nor the seed, which the graph reads from a buffer. Whether the method is
+        ours says how many children a row may have, which only the stochastic verifier asks.
         """
-        return replace(self, method=no_tree, custom=False, params=replace(self.params, seed=0))
+        return replace(self, method=no_tree, custom=self.custom and self.stochastic, params=replace(self.params, seed=0))
 
 
 class State:
@@ -294,7 +295,8 @@ def settle(state: State, request: Request, n: int) -> Tensor:
     if request.stochastic and n > 1:
         from minicast.theorem3 import siblings
 
-        children = siblings(tokens, parents, state.log_mass[:n], min(n - 1, request.rank_cap or n - 1))
+        most = n - 1 if request.custom else min(n - 1, request.rank_cap or n - 1)
+        children = siblings(tokens, parents, state.log_mass[:n], most)
     if not state.visits:
         positions = state.P + 1 + state.rows[: deepest + 1]
         choices = target_choices(logits, request.params, positions, children, state.seed, depths)

@@ -41,7 +41,7 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self):
-        if not (_is_number(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0):
+        if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
         if self.top_k is not None and not (is_integer(self.top_k) and self.top_k >= 1):
             raise ValueError(f"top_k must be a whole number of at least 1 (leave it out to keep all), got {self.top_k}")

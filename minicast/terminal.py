@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from minicast.decode import Decoder, Output, Round
+from minicast.methods import UNSIZED
 from minicast.program import Terminated
 from model.errors import UserError
 from model.tokenizer import Tokenizer
@@ -102,7 +103,7 @@ class Answer:
         if not output.round_lengths:
             return [prompt, f"{decode}; stopped: {self.stop_reason}", *once]
         decode += f", {ms_per_token(output):.1f} ms a token; prompt to last token {output.wall_seconds:.2f} s"
-        width = f" (N = {self._widths()})" if self.method == "cast" else ""
+        width = f" (N = {self._widths()})" if self.method not in UNSIZED else ""
         accepted = self.accepted or [0]  # interrupted, the decoder may be a round ahead of what was shown
         (R, rounds), *others = sorted(Counter(output.round_lengths).items())
         return [

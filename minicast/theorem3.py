@@ -34,7 +34,7 @@ def siblings(tokens: Tensor, parents: Tensor, log_mass: Tensor, max_children: in
 
     tokens, parents: (n,) int64 as in `walk`
     log_mass:        (n,) log mass of each row's prefix under the drafter, 0 at b; any value at padding rows
-    max_children:    K, the rank cap of the tree
+    max_children:    K, the most children that a row has
     """
     n = tokens.shape[0]
     rows = torch.arange(n, device=tokens.device)

@@ -28,7 +28,7 @@ def _are_ids(value: object, *_) -> bool:
 # What config.json must hold for a field of each type, and whether a value is that. true is no number.
 KINDS = {
     int: ("a whole number of at least {} and below {}", lambda n, least, most: type(n) is int and least <= n < most),
-    float: ("a positive number", lambda value, *_: type(value) in (int, float) and 0 < value < float("inf")),
+    float: ("a positive number below 1e30", lambda value, *_: type(value) in (int, float) and 0 < value < 1e30),
     bool: ("true or false", lambda value, *_: type(value) is bool),
     list: ("a list", lambda value, *_: type(value) is list),
     dict: ("a JSON object", lambda value, *_: type(value) is dict),
@@ -293,5 +293,6 @@ def _rope(settings: _Settings, positions: int) -> Rope:
     for name in ROPE_KEYS[kind]:
         given.require(name in given or name in ROPE_OPTIONAL, f"{name} is missing")
     rope = given.fill(Rope, kind=kind)
+    given.require(kind != "yarn" or rope.theta > 1, f"rope_theta must be above 1, not {rope.theta}")
     given.require(rope.low_freq_factor < rope.high_freq_factor, "low_freq_factor reaches high_freq_factor")
     return rope

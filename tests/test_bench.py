@@ -1044,6 +1044,41 @@ def test_program_sweeps_prefixes_and_lengths(flags, tmp_path, monkeypatch):
     assert ", cut to at most 8, 99\n" in out.with_suffix(".md").read_text()
 
 
+def test_a_seed_that_repeats_would_lift_beyond_all_seeds_is_told_before_hours_go_by(flags, capsys):
+    last = ["--seed", str(2**63 - 1), "--methods", "ar"]
+    assert bench.main([*flags, *last, "--repeats", "2"]) == 2
+    assert capsys.readouterr().err.startswith("bench: --seed: each repeat adds 1 to it")
+    assert bench.main([*flags, *last, "--repeats", "1", "--temperature", "1"]) == 0
+
+
+def test_a_table_that_cannot_be_written_is_printed_and_can_be_written_again(flags, tmp_path, monkeypatch, capsys):
+    """A full disk: what was measured is on the screen, and the journal has it."""
+    out, write = tmp_path / "full.json", bench.write_atomically
+
+    def fails(path, content):
+        if path != out:
+            return write(path, content)
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(bench, "write_atomically", fails)
+    assert bench.main([*flags, "--methods", "ar", "--out", str(out)]) == 1
+    told = capsys.readouterr()
+    assert "| math | ar |" in told.out and f"{out}: No space left on device" in told.err
+    monkeypatch.setattr(bench, "write_atomically", write)
+    assert bench.main([*flags, "--methods", "ar", "--out", str(out)]) == 0
+    assert "bench: going on after 2 prompts" in capsys.readouterr().err and out.exists()
+
+
+def test_arms_of_a_method_that_was_added_have_the_widths_asked_for(flags, monkeypatch, capsys):
+    """README: a name is one line in two tables."""
+    asked, cast = set(), bench.METHODS["cast"]
+    monkeypatch.setitem(bench.METHODS, "mine", lambda proposal: asked.add(proposal.width) or cast(proposal))
+    assert bench.main([*flags, "--methods", "ar,mine", "--widths", "2,5"]) == 0
+    told = capsys.readouterr()
+    assert asked == {2, 5} and "no effect" not in told.err
+    assert all(f"| math | {arm} |" in told.out for arm in ("ar", "mine N=2", "mine N=5"))
+
+
 def test_program_shows_auto_beside_ar(flags, tmp_path, capsys):
     """Never slower than AR is a promise about either timer: both ratios of each domain have an interval."""
     out = tmp_path / "auto.json"

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs, Once
 from graphs.cpu import AHEAD, reading_ahead
 from graphs.masks import BODIES
-from minicast import Decoder
+from minicast import Decoder, decode
 from minicast.back_off import Pace
 from minicast.bench import Arm, warm_up
 from minicast.curve import MassCurve
@@ -338,7 +338,7 @@ def once_is_not_timed(decoder, now, expected) -> None:
     assert again.wall_seconds == first.wall_seconds and again.decode_seconds == first.decode_seconds
 
 
-@pytest.mark.parametrize("way", ["recorded", "compiled"])
+@pytest.mark.parametrize("way", ["recorded", "compiled", "laid out"])
 def test_what_is_done_once_for_a_shape_is_in_no_time_of_an_answer(models, monkeypatch, way):
     """Compiling and recording take longer than an answer: a first one, or one after a longer prompt, would look slow, and a
     policy would hear it of the rounds that happened to record."""
@@ -354,6 +354,9 @@ def test_what_is_done_once_for_a_shape_is_in_no_time_of_an_answer(models, monkey
         decoder = replaying(target, draft)
         recorder = decoder.graphs.recorder
         monkeypatch.setattr(recorder, "record", partial(after, 1000, recorder.record))
+    elif way == "laid out":  # anew, after a decoder that holds weights its own way
+        decoder, waits = Decoder(target, draft), [200]
+        monkeypatch.setattr(decode, "lay_out", lambda *_, compiled: after(waits.pop() if waits else 0, lambda: None))
     else:
         torch._dynamo.reset()
         decoder = Decoder(target, draft)

@@ -425,6 +425,13 @@ def test_an_error_costs_its_turn_alone(talk, models, monkeypatch):
     assert "run.py: the prompt is not valid Unicode at character 2: pass it in UTF-8\n" in err
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("last", [[], ["/quit"]])
+def test_a_refused_turn_is_in_the_exit_status_where_nobody_sees_it(talk, terminal, last):
+    assert talk("hello", *last, terminal=terminal)[3] == 0
+    assert talk("a\udc80", *last, terminal=terminal)[3] == (0 if terminal else 1)
+
+
 def test_messages_from_a_pipe(names, monkeypatch, capsys):
     """A line is a message; only replies on stdout; bytes that are no text cost one turn, and the status tells."""
     lines = "hello\n/stats\n".encode() + b"\xff\xfe\n" + "naïve".encode()

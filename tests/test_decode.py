@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from graphs.masks import BODIES
-from minicast import Decoder, generate
+from minicast import Decoder, generate, theorem3
 from minicast.back_off import BackOff
 from minicast.custom_method import check_tree
 from minicast.methods import METHODS, best_first
@@ -465,6 +465,14 @@ def test_no_tokens_asked_for_and_fewer_than_none(models):
     assert (out.token_ids, out.round_lengths, out.stop_reason) == ([], [], "length")
     with pytest.raises(UsageError, match="max_new_tokens"):
         Decoder(*models).generate(prompt_of(5), max_new_tokens=-1)
+
+
+@pytest.mark.parametrize("width", ["auto", "round"])
+def test_one_token_is_no_reason_to_measure_costs(models, width):
+    """The prompt's pass gives it: there is no round whose width would matter."""
+    decoder = Decoder(*models)
+    assert len(decoder.generate(prompt_of(5), width=width, max_new_tokens=1).token_ids) == 1
+    assert decoder.deployment is None
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -976,11 +984,17 @@ def test_of_a_block_that_is_cut_only_what_was_emitted_counts_as_accepted(models)
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_tree_of_ones_own_may_have_more_siblings_than_the_rank_cap(models, body):
-    """The stochastic verifier's table has as many columns as the cap: one child more must not fail."""
+def test_a_tree_of_ones_own_may_have_more_siblings_than_the_rank_cap(models, body, monkeypatch):
+    """The stochastic verifier's table has a column for each: the cap is of our own trees."""
+    asked, siblings = [], theorem3.siblings
+    monkeypatch.setattr(theorem3, "siblings", lambda *given: asked.append(given[-1]) or siblings(*given))
     tree = tree_of([(token, -1) for token in range(20)])
     options = dict(method=lambda proposal: tree, verifier="stochastic", temperature=1.0, rank_cap=2, max_new_tokens=6)
     assert len(Decoder(*models, attention=body).generate(prompt_of(5), **options).token_ids) == 6
+    assert asked and min(asked) >= 20
+    asked.clear()
+    Decoder(*models, attention=body).generate(prompt_of(5), **options | {"method": "cast", "width": 20})
+    assert set(asked) == {2}
 
 
 def test_a_draft_vocabulary_in_half_precision():

@@ -128,6 +128,10 @@ def test_the_drafters_thoughts_are_told_as_they_were():
         "row 0: the target chooses 1 (the drafter's number 2 at depth 1, q = 0.3000); row 2 carries it: accepted",
         "row 2: the target chooses 0 (the drafter's number 3 at depth 2, q = 0.1000); no child carries it: the next b",
     ]
+    log_q[1, 0] = -torch.inf  # of a head of fewer tokens
+    assert lines(narrate.walk_lines)[1] == (
+        "row 2: the target chooses 0 (at depth 2 the drafter does not score it); no child carries it: the next b"
+    )
     assert lines(narrate.commit_lines) == [
         "keys, values and features of rows 0, 2 go to slots 10, 11", "P = 10 -> 12; b = 2 -> 0",
     ]

@@ -190,7 +190,10 @@ def test_a_file_in_place_of_the_directory(tmp_path, capsys):
     assert "is a file: name a directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("values", [{"findings": []}, {"rows": [{}]}, {"packed": [1], "settle_ms": ["x"]}], ids=str)
+@pytest.mark.parametrize("values", [
+    {"findings": []}, {"rows": [{}]}, {"packed": [1], "settle_ms": ["x"]},
+    {"packed": [1, 2], "settle_ms": [1, 10**400]},
+], ids=range(4))
 def test_figures_of_another_kind_are_one_line(tmp_path, capsys, values):
     """The right names with the wrong content."""
     pytest.importorskip("matplotlib")

@@ -528,6 +528,25 @@ def test_a_damaged_recording_is_named(command, capsys):
         assert message.endswith("delete it, and it is recorded again")
 
 
+@pytest.mark.parametrize("changed", [{"head": 5}, {"target": None}, {"draft": ["x"]}, {"max_new_tokens": "x"}], ids=str)
+def test_damaged_settings_are_named(command, capsys, changed):
+    _, out = command()
+    file = out / "settings.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    capsys.readouterr()
+    assert command("--analyse")[0] == 1
+    assert capsys.readouterr().err.endswith(f"replay: {file} is damaged: delete it, and run without --analyse\n")
+
+
+def test_a_directory_in_place_of_a_recording_is_named(command, capsys):
+    _, out = command()
+    head = json.loads((out / "settings.json").read_text())["head"]
+    (out / f"{head[:8]}-0.safetensors").mkdir()
+    capsys.readouterr()
+    assert command("--analyse")[0] == 1
+    assert "-0.safetensors is damaged (" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_domain_is_not_called_what_stands_for_all_of_them(command, tmp_path, capsys):
     (tmp_path / "all.jsonl").write_text('"x"\n')
     status, out = command("--prompts", str(tmp_path / "all.jsonl"))

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from graphs.masks import BODIES
 from minicast import bench, command, probe
 from minicast.command import Choice
 from minicast.decode import Decoder, Output, Round
-from minicast.methods import METHODS
+from minicast.methods import METHODS, best_first
 from minicast.terminal import DIM, GREEN, PLAIN, RESET, Answer, Screen, show_answer, tree_lines
 from minicast.tree import RANK_CAP, Tree
 from model import hub, load_draft, load_target, load_tokenizer
@@ -360,6 +361,7 @@ def test_json_is_one_object(cli, expected, models):
     asked = {"seed": 3, "top_k": None, "temperature": 0.5, "attention": "static", "compiled": False}
     out = cli("--raw", "--json", "--seed", "3", "--temperature", "0.5", "--attention", "static")[1]
     assert asked.items() <= json.loads(out)["options"].items()
+    assert json.loads(out)["options"]["raw"] is True and json.loads(out)["options"]["system"] is None
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -602,6 +604,14 @@ def test_compare_prints_all_methods(cli, expected):
     out = cli("--raw", "--max-new-tokens", "9", "--compare", "--json", "--width", "3")[1]
     assert [record["arm"] for record in json.loads(out)] == ["ar", "dflash", "cast N=3"]
     assert cli("--raw", "--max-new-tokens", "0", "--compare")[0] == 0
+
+
+def test_compare_asks_a_new_method_for_the_width(cli, expected, monkeypatch):
+    """README: a name is one line in two tables."""
+    monkeypatch.setitem(METHODS, "wider", lambda proposal: best_first(replace(proposal, width=proposal.width + 1)))
+    records = json.loads(cli("--raw", "--max-new-tokens", "9", "--compare", "--json", "--width", "3")[1])
+    assert [record["arm"] for record in records] == ["ar", "dflash", "cast N=3", "wider N=3"]
+    assert set(records[3]["output"]["widths"]) == {4} and records[3]["output"]["token_ids"] == expected[1][:9]
 
 
 def test_compare_fails_on_a_real_departure(cli, monkeypatch):

@@ -166,6 +166,7 @@ def test_extremes_are_finite_and_greedy(dtype):
     gapped.scatter_add_(1, gapped.argmax(dim=1, keepdim=True), torch.full((20, 1), 0.01, dtype=dtype))
     assert torch.equal(choose(gapped, SamplingParams(1e-4), noise), gapped.argmax(dim=1))
     with_excluded = torch.cat([logits, torch.full((20, 1), -torch.inf, dtype=dtype)], dim=1)
+    assert torch.equal(*(shape_logits(with_excluded, SamplingParams(T)) for T in (1e308, 10**400)))
     hot = shape_logits(with_excluded, SamplingParams(1e308))
     assert (hot[:, :-1].abs() < 1e-6).all() and (hot[:, -1] == -torch.inf).all()
 
