@@ -115,7 +115,7 @@ class CompiledLayer:
         else:
             padding = next(count for count in ROWS if count >= len(rows)) - len(rows)
             y = self._run(self.linear, Linear.forward, linear, F.pad(rows, (0, 0, 0, padding)))[: len(rows)]
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], linear.out_features)
 
     def try_out(self) -> None:
         """Compile a function that is no layer: whether anything compiles here is known before the first answer."""

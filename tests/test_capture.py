@@ -649,7 +649,7 @@ def test_a_linear_layer_outside_of_layers_is_compiled_for_few_numbers_of_rows(dt
     run = CompiledLayer(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     assert torch.equal(run.product(linear, torch.ones(3, 33)), linear(torch.ones(3, 33))) and not graphs
     lay_out(linear, compiled=True)
-    for shape in (*((m, 33) for m in (1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 33, 128)), (1, 5, 33), (2, 20, 33)):
+    for shape in (*((m, 33) for m in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 33, 128)), (1, 5, 33), (2, 20, 33)):
         x = torch.randn(shape, generator=generator)
         expected = x.double() @ weight.double().T + (linear.bias.double() if bias else 0.0)
         torch.testing.assert_close(run.product(linear, x).double(), expected, rtol=1e-5, atol=1e-4)
