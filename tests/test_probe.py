@@ -29,6 +29,7 @@ from minicast.round import BUCKETS
 from minicast.tree import best_first_tree, chain_tree
 from minicast.width import MAX_WIDTH, UNINFORMED, CostModel, stopping_width
 from model.errors import UsageError, UserError
+from model.linear import Linear
 from model.transformer import Layer
 from test_decode import DEPTH, autoregressive, prompt_of, tiny_draft, tiny_target
 
@@ -179,7 +180,7 @@ class AsWritten:
         self.failed |= self.fails
         return Layer.forward(*arguments)
 
-    remember = staticmethod(Layer.remember)
+    remember, product = staticmethod(Layer.remember), staticmethod(Linear.__call__)
 
 
 def test_costs_of_layers_that_did_not_compile_are_no_compiled_ones(target, draft, table):
