@@ -41,8 +41,10 @@ def reading_ahead() -> Iterator[None]:
         return f"(__builtin_prefetch({var} + {cexpr_index(index)} + {AHEAD}), {load})"
 
     CppVecKernel._get_vec_load_line = line
+    config = torch.compiler.config
     try:
-        yield
+        with config.patch(cache_key_tag=f"{config.cache_key_tag} {AHEAD} ahead"):  # else torch's cache has code without, too
+            yield
     finally:
         CppVecKernel._get_vec_load_line = written
 
