@@ -36,9 +36,8 @@ def reading_ahead() -> Iterator[None]:
 
     def line(kernel, var, index, dtype, load_mask=None):
         load = written(kernel, var, index, dtype, load_mask)
-        if dtype.itemsize != 2:
-            return load
-        return f"(__builtin_prefetch({var} + {cexpr_index(index)} + {AHEAD}), {load})"
+        ask = f"__builtin_prefetch({var} + {cexpr_index(index)} + {AHEAD})"
+        return f"({ask}, {load})" if dtype.itemsize == 2 else load
 
     CppVecKernel._get_vec_load_line = line
     config = torch.compiler.config
