@@ -98,7 +98,7 @@ class Answer:
         output, tokens = self.output, len(self.output.token_ids)
         prompt = f"prompt   {self.prompt_tokens} tokens{rate(self.prompt_tokens, output.prefill_seconds)}"
         decode = f"decode   {tokens} tokens{rate(tokens, output.decode_seconds)}"
-        once = [f"compile  {output.once_seconds:.1f} s for shapes that were new, in none of these times"]
+        once = [f"compile  {output.once_seconds:.1f} s for new shapes, or weights laid out anew, in none of these times"]
         once = once if output.once_seconds >= 0.05 else []
         if not output.round_lengths:
             return [prompt, f"{decode}; stopped: {self.stop_reason}", *once]
