@@ -59,7 +59,8 @@ class Once:
 
 
 class CompiledLayer:
-    """Runs any layer of a target or a drafter, compiled once for each shape of a pass: `Window.layer`.
+    """Runs any layer of a target or a drafter, compiled once for each shape of a pass: `Window.layer`. On a CPU `product`
+    does so for their other linear layers: the LM head, and the drafter's fusion of features.
 
     All layers of a model are one function with other weights, so that the first compiles for all of them. Passes over
     the live slice leave the number of slots open, and are compiled for each number of rows. Where compiling fails, for
@@ -68,7 +69,7 @@ class CompiledLayer:
     Attributes:
         backend: torch.compile's, in the place of Inductor
         failed: whether compiling did
-        once: time that it took; shapes: that were compiled, each for the first time in this process
+        once: seconds that it took; shapes: how many were compiled so far
     """
 
     def __init__(self, backend: Callable | None = None):

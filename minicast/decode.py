@@ -13,6 +13,7 @@ the order of things.
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 
@@ -156,6 +157,45 @@ def cut(tokens: list[int], room: int, stop_ids: Sequence[int]) -> tuple[list[int
     return tokens[:room], False
 
 
+class Stopwatch:
+    """Writes the times of an `Output`. It stands while layers compile, graphs are recorded, and the caller has a round.
+
+    Attributes:
+        opened: when the paper's timer did, see `Output.decode_seconds`; None before
+    """
+
+    def __init__(self, output: Output, device: torch.device, once: Once):
+        self.output, self.device, self.once, self.once_before = output, device, once, once.seconds
+        self.away, self.opened = 0.0, None
+        self.started = self.round_started = self.now()
+
+    def now(self, waits: bool = False) -> float:
+        """Seconds; waits: for the device to catch up first."""
+        return (clock(self.device) if waits else time.perf_counter()) - self.once.seconds - self.away
+
+    def prefilled(self, drafts: bool) -> None:
+        self.output.prefill_seconds = self.now(waits=True) - self.started
+        self.opened = None if drafts else self.now()
+
+    def drafted(self) -> None:
+        if self.opened is None:
+            self.opened = self.now(waits=True)
+
+    def emitted(self, in_round: bool) -> float:
+        """The round's seconds. There is nothing to wait for: reading its outcome has waited for the device."""
+        now, output = self.now(), self.output
+        if in_round:
+            output.decode_seconds = now - self.opened
+        output.wall_seconds, output.once_seconds = now - self.started, self.once.seconds - self.once_before
+        return now - self.round_started
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        began = self.now()
+        yield
+        self.away += self.now() - began
+
+
 class Decoder:
     """A target, a drafter and their buffers; one answer at a time.
 
@@ -222,7 +262,7 @@ class Decoder:
             prompt_ids: at least one id; never altered
             options: those of `Options`
 
-        Raises:
+        Raises, as all generators no sooner than the first round is asked for:
             UsageError: for a request that can't be served
             ValueError: for a policy whose width is not a whole number of at least 0
             UserError: when the logits of the target, or the scores of the drafter, are not finite
@@ -231,57 +271,48 @@ class Decoder:
         token_ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else list(prompt_ids)
         room, full = self.room(token_ids, wanted.max_new_tokens)
         policy = self._policy(wanted, len(token_ids), room)
-        request = self.request(wanted, policy != FixedWidth(0))
-        started, before = self._now(), self.once.seconds
+        request = self.request(wanted, drafts=policy != FixedWidth(0))
         state, output = self.state, Output(stop_reason=full)
-        self.output = output
+        self.output, watch = output, Stopwatch(output, self.target.device, self.once)
         if room == 0:
             return
         output.reused = self._begin(token_ids, room, request)
-        emitted = [self._first_token(token_ids, request)]
-        output.prefill_seconds = self._now(waits=True) - started
-        opened = None if request.tap else self._now()  # None: opens after the first draft
-        tree, settled, began = None, Settled([], [], emitted[0]), started
+        tree, settled = None, Settled([], [], self._first_token(token_ids, request))
+        watch.prefilled(drafts=request.tap)
         while True:
-            fault = FAULTS.get(emitted[-1])
-            if fault:
-                self.reset()  # not-a-number left in a cache would survive masking
-            emitted, ended = cut(emitted, room - len(output.token_ids), wanted.stop_ids)  # 7 emit
-            emitted = emitted[:-1] if emitted[-1] in FAULTS else emitted  # a fault is no token; it may be cut
+            # 7 emit: of the first token there was no round
+            accepted, fault = settled.tokens[1:], FAULTS.get(settled.next_token)
+            new = accepted if fault else [*accepted, settled.next_token]
+            emitted, ended = cut(new, room - len(output.token_ids), wanted.stop_ids)
             token_ids += emitted
             output.token_ids += emitted
-            if len(token_ids) < state.prefix:  # what was cut must not be inherited by a next turn
+            if fault:
+                self.reset()  # not-a-number left in a cache would survive masking
+            elif len(token_ids) < state.prefix:  # what was cut must not be inherited by a next turn
                 state.rewind(len(token_ids))
+            seconds = watch.emitted(in_round=tree is not None)
             if tree is not None:
                 output.round_lengths.append(len(emitted))
                 output.widths.append(tree.width)
-                output.decode_seconds = self._now() - opened  # reading the outcome waited for the device
                 if not fault:  # else the tree's masses may be NaN
-                    policy.observe(tree.width, len(emitted), self._now() - began)
-            paused = self._now()
-            output.wall_seconds, output.once_seconds = paused - started, self.once.seconds - before
+                    policy.observe(tree.width, len(emitted), seconds)
             reason = "eos" if ended else full if len(output.token_ids) == room else None
             output.stop_reason = reason or full
-            yield Round(emitted, min(max(len(settled.tokens) - 1, 0), len(emitted)), tree, settled.path, reason)
+            with watch.paused():
+                yield Round(emitted, min(len(accepted), len(emitted)), tree, settled.path, reason)
             if reason:
                 return
             if fault:
                 raise UserError(fault)
             if self.output is not output or state.prefix == 0:
                 raise UserError("the decoder was reset or began another answer: give each answer a decoder of its own")
-            away = self._now() - paused  # the caller's time, not the decoder's
-            started, opened = started + away, opened and opened + away
-            width, began = clamp_width(policy.width), self._now()
+            width = clamp_width(policy.width)
+            watch.round_started = watch.now()
             tree = self.propose(request, token_ids, width)  # 1 draft 2 propose 3 pack
             tree = self._kept(tree, policy.keep(tree))
-            opened = opened or self._now(waits=True)
-            settled = Settled.read(self.settle(request, self._rows(tree)))  # 4 verify, 5 walk, 6 commit
+            watch.drafted()
+            settled = Settled.read(self.settle(request, self._rows(tree)))  # 4 verify 5 walk 6 commit
             state.commit(settled.tokens, request.tap)
-            emitted = settled.tokens[1:] + [settled.next_token]
-
-    def _now(self, waits: bool = False) -> float:
-        """Seconds by a clock that stands while layers compile and graphs are recorded; waits: for the device first."""
-        return (clock(self.target.device) if waits else time.perf_counter()) - self.once.seconds
 
     def _policy(self, options: Options, prompt_tokens: int, new_tokens: int) -> Policy:
         """What chooses each round's width, see `minicast.policy`. "auto" and "round" may have to measure costs."""

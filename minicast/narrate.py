@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from minicast.decode import Decoder, Round
-from minicast.methods import Proposal, best_first
+from minicast.methods import UNSIZED, Proposal, best_first
 from minicast.round import FAULTS, Request, Settled
 from minicast.terminal import DIM, GREEN, PLAIN, Screen
 from minicast.tree import Tree, top_ranked
@@ -120,7 +120,7 @@ def explain_round(
         raise
     method, width = options["method"], options["width"]
     verifier = options["verifier"] if options["temperature"] > 0 else "greedy"
-    asked = f"{method}, width {width}" if method == "cast" else method
+    asked = method if method in UNSIZED else f"{method}, width {width}"
     screen.write(f"round {number} of {asked}; the answer so far: {tokenizer.decode(so_far)!r}\n")
     for line, style in round_lines(decoder.seen, step, method, verifier, tokenizer.token_text):
         screen.write(line + "\n", style)

@@ -118,6 +118,8 @@ class Recording:
 
                 answer = file.get_tensor("answer").tolist()
                 return cls(file.metadata()["domain"], answer, drafts=drafts("drafts"), short=drafts("short"))
+        except PermissionError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
         except (SafetensorError, OSError, TypeError, KeyError) as error:
             raise UserError(f"{path} is damaged ({error}): delete it, and it is recorded again") from error
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from graphs.capture import ROWS, to_host
 from graphs.masks import EVERYTHING, TILE
 from minicast.methods import Method, Proposal, no_tree
-from minicast.sampling import SamplingParams
+from minicast.sampling import NO_CHOICE, SamplingParams
 from minicast.tree import NonFinite, Tree
 from minicast.verify import target_choices, visit, walk
 from minicast.width import MAX_WIDTH
@@ -35,9 +35,10 @@ MAX_ROWS = MAX_WIDTH + 1  # packed rows of the widest tree
 BUCKETS = (1, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # packed rows that static rounds are padded to
 COMPILED_BUCKETS = tuple(sorted({*ROWS, *BUCKETS}))  # and compiled ones that are not static
 PREFILL_ROWS = 512  # prompt positions a pass: bounds the memory of a long prompt
+NON_FINITE_SCORES = -2
 FAULTS = {  # what a round reports in place of the next token
-    -1: "the target gave non-finite logits; try --dtype float32, or check the checkpoint",
-    -2: "the drafter gave non-finite scores; check its checkpoint, or use method 'ar'",
+    NO_CHOICE: "the target gave non-finite logits; try --dtype float32, or check the checkpoint",
+    NON_FINITE_SCORES: "the drafter gave non-finite scores; check its checkpoint, or use method 'ar'",
 }
 
 
@@ -224,8 +225,8 @@ def read_features(state: State, count: int) -> None:
         rows = min(count - first, PREFILL_ROWS)
         slots = state.D + state.rows[:rows]
         layer = state.body.layer if rows == state.depth + 1 else None  # other numbers of rows would each be compiled
-        features, remember = state.features.index_select(1, slots), (layer or Layer).remember
-        state.draft.extend(features, state.draft_cache, slots, remember, state.product)
+        remember, product = (layer.remember, state.product) if layer else (Layer.remember, Linear.__call__)
+        state.draft.extend(state.features.index_select(1, slots), state.draft_cache, slots, remember, product)
         state.D.copy_(torch.minimum(state.D + rows, state.P))
         state.drafted = min(state.drafted + rows, state.prefix)
 
@@ -270,7 +271,7 @@ def propose(state: State, request: Request, token_ids: Sequence[int], width: int
             check_tree(tree, state.target.vocab_size)
         tree = tree.to(state.P.device)
     except NonFinite as error:  # builders of fixed shape cannot raise: `settle` reports for them
-        raise UserError(FAULTS[-2]) from error
+        raise UserError(FAULTS[NON_FINITE_SCORES]) from error
     if tree.width:  # else one row is run, and row 0 is the same in every pack but for its token
         pack(state, tree)
     return tree
@@ -310,7 +311,7 @@ def settle(state: State, request: Request, n: int) -> Tensor:
         state.features.index_copy_(1, slots, features.index_select(1, walked.path))
     state.P += walked.accepted + 1
     state.root.copy_(walked.next_root)
-    next_token = torch.where(state.log_mass[:n].isnan().any(), -2, walked.next_root)  # a key of FAULTS
+    next_token = torch.where(state.log_mass[:n].isnan().any(), NON_FINITE_SCORES, walked.next_root)
     return torch.cat((torch.stack((walked.accepted, next_token)), tokens[walked.path], walked.path))
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 # What the noise is for; each purpose has its own independent stream. The direct walk needs only the first.
 CHOICE, PROPOSAL, ACCEPTANCE = 0, 1, 2
+NO_CHOICE = -1  # in the place of a token, where the target's logits are not finite
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ def choose(logits: Tensor, params: SamplingParams, noise: Tensor | None = None) 
 
     logits: (rows, V), any float dtype
     noise:  (rows, V) from `gumbel_noise`; not read when greedy
-    Returns (rows,) int64. A row whose logits hold NaN or +inf, or nothing but -inf, gives -1: no drafted
-    token carries it, so the walk stops there and hands the -1 to the caller, who reports non-finite logits.
+    Returns (rows,) int64. A row whose logits hold NaN or +inf, or nothing but -inf, gives NO_CHOICE: no
+    drafted token carries it, so the walk stops there and hands it to the caller, who reports non-finite logits.
     """
     if params.greedy:
         scores = logits
@@ -78,7 +79,7 @@ def choose(logits: Tensor, params: SamplingParams, noise: Tensor | None = None) 
         shaped = shape_logits(logits, params)
         scores = shaped + noise
     best = scores.argmax(dim=1, keepdim=True)  # (rows, 1); lowest id among equals; a NaN beats all
-    return torch.where(scores.gather(1, best).isfinite(), best, -1).squeeze(1)
+    return torch.where(scores.gather(1, best).isfinite(), best, NO_CHOICE).squeeze(1)
 
 
 def log_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

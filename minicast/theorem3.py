@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minicast.sampling import ACCEPTANCE, PROPOSAL, gumbel, keyed_uniform
+from minicast.sampling import ACCEPTANCE, NO_CHOICE, PROPOSAL, gumbel, keyed_uniform
 
 FARTHEST = 600.0  # below the best sibling that a log proposal counts: e^-600 is not 0 yet, and noise beside it is not lost
 
@@ -81,7 +81,7 @@ def stochastic_choices(
     seed:      an int, or an int64 tensor of shape (1,) or (n,)
     positions: (n,) int64, absolute position of the token chosen at each row
     noise:     (n, V) `gumbel_noise` of these positions, for the final draw
-    Returns (n,) int64; -1 at a row without finite log p, as `minicast.sampling.choose`.
+    Returns (n,) int64; NO_CHOICE at a row without finite log p, as `minicast.sampling.choose`.
     """
     # Sorting by log q + Gumbel noise puts the children in the order in which drawing without replacement,
     # each time by the renormalised proposal, would draw them. Beside huge numbers noise would be lost to rounding, and
@@ -111,7 +111,7 @@ def stochastic_choices(
     choice = torch.where(accepted.any(dim=1, keepdim=True), tokens.gather(1, first), choice)
 
     finite = log_p.amax(dim=1).isfinite()
-    return torch.where(finite, choice.squeeze(1), -1)
+    return torch.where(finite, choice.squeeze(1), NO_CHOICE)
 
 
 def acceptance(p: Tensor, log_q: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def target_choices(
     children:  for the stochastic verifier, `minicast.theorem3.Siblings` (rows, K); None for the direct walk
     seed:      (1,) int64 on the device, for a graph that serves any seed; None: that of `params`
     depths:    (rows,) int64; with it `positions` is (deepest + 1,), one a depth: rows of a depth share their noise
-    Returns (rows,) int64; -1 at a row whose logits are not finite.
+    Returns (rows,) int64; NO_CHOICE at a row whose logits are not finite.
     """
     if params.greedy:
         return choose(logits, params)

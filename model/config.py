@@ -28,7 +28,7 @@ def _are_ids(value: object, *_) -> bool:
 # What config.json must hold for a field of each type, and whether a value is that. true is no number.
 KINDS = {
     int: ("a whole number of at least {} and below {}", lambda n, least, most: type(n) is int and least <= n < most),
-    float: ("a positive number below 1e30", lambda value, *_: type(value) in (int, float) and 0 < value < 1e30),
+    float: ("a positive number between 1e-30 and 1e30", lambda value, *_: type(value) in (int, float) and 1e-30 < value < 1e30),
     bool: ("true or false", lambda value, *_: type(value) is bool),
     list: ("a list", lambda value, *_: type(value) is list),
     dict: ("a JSON object", lambda value, *_: type(value) is dict),

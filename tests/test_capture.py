@@ -14,9 +14,11 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
+from sympy import Integer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -217,6 +219,19 @@ def test_replayed_rounds_reach_the_end_of_the_context(models):
             out = decoder.generate(prompt, method=method, width=63, max_new_tokens=50)
             assert out.token_ids == autoregressive(target, prompt, 50).token_ids
             assert out.stop_reason == "context"
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_whose_a_method_is_only_concerns_graphs_of_the_stochastic_verifier(models, stochastic):
+    """Of our methods it knows how many children a row may have."""
+    decoder = Decoder(*models)
+    verifier = "stochastic" if stochastic else "direct"
+    ours, own = (
+        decoder.request(Options(method=method, temperature=1.0, verifier=verifier), drafts=True).constants()
+        for method in ("cast", lambda proposal: None)
+    )
+    assert (ours.custom, own.custom) == (False, stochastic)
+    assert ours.method is own.method
 
 
 def test_recording_leaves_no_trace(models):
@@ -658,6 +673,23 @@ def test_a_linear_layer_outside_of_layers_is_compiled_for_few_numbers_of_rows(dt
     assert not run.failed
 
 
+@pytest.mark.parametrize("vocabulary", [None, list(range(20))])
+def test_no_round_widens_weights(vocabulary, monkeypatch):
+    """In panels they are read by compiled loops: the LM head's in each pass, and the drafter's fusion, too."""
+    target, draft = packed(tiny_target(), tiny_draft())
+    if vocabulary:
+        draft.restrict(vocabulary, target)
+    if draft.fc.packed is None:
+        pytest.skip("no packed layout on this CPU")
+    prompt = prompt_of(5)
+    expected = autoregressive(target, prompt, 12).token_ids
+    decoder = compiling(target, draft, [])
+    rounds = decoder.stream(prompt, width=7, max_new_tokens=12)
+    next(rounds)
+    monkeypatch.setattr(Linear, "_rows", lambda linear: pytest.fail("the weights of a linear layer are widened"))
+    assert len(list(rounds)) and decoder.output.token_ids == expected
+
+
 @pytest.mark.parametrize("dtype, asks", [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
 def test_compiled_loops_over_16_bit_weights_ask_memory_ahead(dtype, asks, monkeypatch):
     """In the C++ of the loop itself; what other programs compile with this torch is as it was, after an error, too."""
@@ -683,6 +715,31 @@ def test_compiled_loops_over_16_bit_weights_ask_memory_ahead(dtype, asks, monkey
         assert CppVecKernel._get_vec_load_line is not written
         raise KeyError
     assert CppVecKernel._get_vec_load_line is written
+
+
+def test_loops_of_other_threads_do_not_ask(monkeypatch):
+    from torch._inductor.codegen.cpp import CppVecKernel
+
+    monkeypatch.setattr(CppVecKernel, "_get_vec_load_line", lambda kernel, *load: f"load{load}")
+    load, lines = (None, "weights", Integer(3), torch.bfloat16, "mask"), []
+    with reading_ahead():
+        lines.append(CppVecKernel._get_vec_load_line(*load))
+        other = Thread(target=lambda: lines.append(CppVecKernel._get_vec_load_line(*load)))
+        other.start()
+        other.join()
+    plain = f"load{load[1:]}"
+    assert lines == [f"(__builtin_prefetch(weights + static_cast<int64_t>(3L) + {AHEAD}), {plain})", plain]
+
+
+def test_without_a_list_of_compiled_codes_layers_go_through_dynamo(monkeypatch):
+    """It is no public part of torch."""
+    target, draft = packed(tiny_target(), tiny_draft())
+    prompt = prompt_of(5)
+    expected = autoregressive(target, prompt, 12).token_ids
+    decoder = compiling(target, draft, [])
+    monkeypatch.delattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list")
+    assert decoder.generate(prompt, width=3, max_new_tokens=12).token_ids == expected
+    assert not decoder.state.body.layer.open.codes
 
 
 def test_a_pass_under_a_mask_and_one_without_get_code_of_their_own():

@@ -538,6 +538,20 @@ def test_damaged_settings_are_named(command, capsys, changed):
     assert capsys.readouterr().err.endswith(f"replay: {file} is damaged: delete it, and run without --analyse\n")
 
 
+def test_a_recording_that_may_not_be_read_is_not_called_damaged(command, capsys, monkeypatch):
+    """Deleting it is no way out."""
+    _, out = command()
+
+    def refused(path, **how):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(replay, "safe_open", refused)
+    capsys.readouterr()
+    assert command("--analyse")[0] == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(f"replay: cannot read {out}/") and message.endswith(".safetensors: Permission denied")
+
+
 def test_a_directory_in_place_of_a_recording_is_named(command, capsys):
     _, out = command()
     head = json.loads((out / "settings.json").read_text())["head"]
