@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from graphs.cpu import OPTIONS, Direct, reading_ahead
+from graphs.cpu import OPTIONS, Direct, prefetching
 from model.errors import UserError
 from model.linear import FEW_ROWS, Linear
 from model.memory import trim
@@ -47,7 +47,7 @@ from model.transformer import Layer, Pair, Window
 WARM_UPS = 2     # the first run compiles and tunes; the second allocates as the recorded one will
 MOST_SHAPES = 1024  # compiled in one process
 MAX_GRAPHS = 64  # kept at once, or all are dropped: a request's few, for several widths and ways of sampling
-ROWS = (1, 4, 8, FEW_ROWS)  # packed, that layers are compiled for on a CPU; a wider pack takes a bucket of `minicast.round`
+ROWS = (1, 4, 8, FEW_ROWS)  # packed rows that layers are compiled for on a CPU; wider packs take buckets of `minicast.round`
 
 
 @dataclass
@@ -107,7 +107,10 @@ class CompiledLayer:
         self._run(compiled, Layer.remember, layer, x, rope, cache, slots)
 
     def product(self, linear: Linear, x: Tensor) -> Tensor:
-        """As `Linear.forward`, x (…, in_features), of one that is in no layer: compiled on a CPU, FEW_ROWS rows at a time."""
+        """`linear(x)`, x (…, in_features) -> (…, out_features), for a linear layer outside of layers.
+
+        Where the weights are in panels it runs compiled, FEW_ROWS rows at a time.
+        """
         if linear.panels is None:
             return linear(x)
         rows = x.flatten(0, -2)
@@ -130,7 +133,7 @@ class CompiledLayer:
             from torch._inductor import compile_fx, utils
 
             try:
-                with tqdm(total=1, desc="compile", leave=False, disable=None), reading_ahead():
+                with tqdm(total=1, desc="compile", leave=False, disable=None), prefetching():
                     compiled = compile_fx.compile_fx(graph, inputs, config_patches=options)
             except BaseException:  # Ctrl-C ends the C++ compiler, too; what it left would count as failed from then on
                 utils.clear_caches()

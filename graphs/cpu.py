@@ -1,7 +1,7 @@
-"""What makes compiled layers fast on a CPU: loops that ask memory ahead, and calls that go past Dynamo.
+"""What makes compiled layers fast on a CPU: loops that prefetch weights, and calls that go past Dynamo.
 
-There a step waits for the weights, and for whatever else lies between one layer's and the next's. Which functions are
-compiled, and when, is in `capture`.
+A decoding step on a CPU waits for weights to come from memory, so they should never stop coming: neither within a loop nor
+between one layer's loops and the next's. Which functions are compiled, and when, is in `capture`.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,21 +14,20 @@ from torch import Tensor
 
 from model.transformer import Layer, Pair, Window
 
-# Of Inductor: multiply and add in one instruction. (Checks of sizes take a twentieth of the default model's AR step, but stay:
-# without them torch 2.11 takes code for another number of live slots.)
+# For Inductor: multiply and add in one instruction. (Its checks of sizes take a twentieth of the default model's AR step, but
+# stay: without them torch 2.11 runs code that was made for another number of live slots.)
 OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}
-AHEAD = 1024  # weights that a loop asks memory for before it reads them
+AHEAD = 1024  # weights between the one that a loop reads and the one that it prefetches
 
 
 @contextmanager
-def reading_ahead() -> Iterator[None]:
-    """While open, the loops that Inductor writes for a CPU ask memory for 16-bit values, which weights are, before they need
-    them.
+def prefetching() -> Iterator[None]:
+    """Within this context the loops that Inductor writes for a CPU prefetch the 16-bit values that they read: weights.
 
-    A processor foresees what a loop will read, but only to the end of a page of 4 KB, and a loop that waits for memory at
-    each page adds and multiplies nothing meanwhile. (The default model's layers take 22 ms over 8 rows with this and 27
-    without, on an Intel Xeon with AVX-512.) Inductor has no setting for it, so the line of C++ that it writes for a load is
-    put together here with one more instruction. Other threads' loops stay as they are, for the cache's tag is this thread's own.
+    A processor prefetches by itself, but only to the end of a page of 4 KB, so that a loop over weights stalls at each page.
+    (The default model's layers take 22 ms over 8 rows with this and 27 without, on an Intel Xeon with AVX-512.) Inductor
+    has no setting for it, so an instruction is added here to the C++ that it writes for a load. What other threads compile
+    meanwhile stays as it is, since the tag that keeps such code apart in torch's cache is this thread's own.
     """
     from torch._inductor.codegen.cpp import CppVecKernel
     from torch._inductor.codegen.cpp_utils import cexpr_index
@@ -37,8 +36,8 @@ def reading_ahead() -> Iterator[None]:
 
     def line(kernel, var, index, dtype, load_mask=None):
         load = written(kernel, var, index, dtype, load_mask)
-        ask = f"__builtin_prefetch({var} + {cexpr_index(index)} + {AHEAD})"
-        return f"({ask}, {load})" if dtype.itemsize == 2 and get_ident() == thread else load
+        prefetch = f"__builtin_prefetch({var} + {cexpr_index(index)} + {AHEAD})"
+        return f"({prefetch}, {load})" if dtype.itemsize == 2 and get_ident() == thread else load
 
     CppVecKernel._get_vec_load_line = line
     config = torch.compiler.config

@@ -69,7 +69,7 @@ class Options:
     def __post_init__(self):
         N, K, ids, most = self.width, self.rank_cap, self.stop_ids, self.max_new_tokens
         listed = isinstance(ids, Collection) and not isinstance(ids, (str, bytes))
-        # Names are looked up as text: what is none may be neither hashable nor comparable.
+        # Only strings are looked up: another object may be neither hashable nor comparable.
         method, width, verifier = (each if isinstance(each, str) else "" for each in (self.method, N, self.verifier))
         chooses = is_policy(N) or width in ("auto", "round") or (is_integer(N) and N >= 0)
         rules = {
@@ -210,6 +210,12 @@ class Decoder:
             explicit mask, padded shapes) or "flex" (FlexAttention, the default for graphs)
 
     Caches persist between calls: a prompt that starts with the cached ids reuses them. `reset` forgets them.
+
+    Attributes:
+        output: the last answer's, complete up to its last round
+        state: buffers and caches, see `minicast.round.State`; graphs: recorded rounds, None where there are none
+        once: seconds spent on what is done once
+        deployment: costs and learned masses, None before a width has had to be chosen: `minicast.probe.Deployment`
     """
 
     def __init__(
@@ -242,7 +248,7 @@ class Decoder:
         if cuda:  # cuDNN's attention plans for each number of keys anew, longer than a round takes
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.output = Output()
-        self.deployment = None  # costs and masses, known once a width has to be chosen: `minicast.probe.Deployment`
+        self.deployment = None
 
     def reset(self) -> None:
         """Forget the cached prefix and free the caches; static ones, whose addresses graphs hold, are zeroed."""
@@ -270,7 +276,7 @@ class Decoder:
         wanted = Options(**options)
         token_ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else list(prompt_ids)
         room, full = self.room(token_ids, wanted.max_new_tokens)
-        policy = self._policy(wanted, len(token_ids), room)
+        policy = self.policy(wanted, len(token_ids), room)
         request = self.request(wanted, drafts=policy != FixedWidth(0))
         state, output = self.state, Output(stop_reason=full)
         self.output, watch = output, Stopwatch(output, self.target.device, self.once)
@@ -314,7 +320,7 @@ class Decoder:
             settled = Settled.read(self.settle(request, self._rows(tree)))  # 4 verify 5 walk 6 commit
             state.commit(settled.tokens, request.tap)
 
-    def _policy(self, options: Options, prompt_tokens: int, new_tokens: int) -> Policy:
+    def policy(self, options: Options, prompt_tokens: int, new_tokens: int) -> Policy:
         """What chooses each round's width, see `minicast.policy`. "auto" and "round" may have to measure costs."""
         if is_policy(options.width):
             return options.width

@@ -111,6 +111,8 @@ def best_first_tree(log_q: torch.Tensor, width: int, rank_cap: int | None = RANK
 
     Fewer where fewer have any mass. Scores other than log q must be at most 0, too. `rank_cap=None` is uncapped: a
     token of rank r comes after r siblings, so only the best `width` tokens of a depth can ever be in the tree.
+
+    ValueError for a width below 0 or a rank cap below 1; NonFinite for scores of NaN or +inf.
     """
     if width < 0:
         raise ValueError(f"a tree has 0 nodes or more, not {width}")

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphs import cpu
 from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs, Once
-from graphs.cpu import AHEAD, reading_ahead
+from graphs.cpu import AHEAD, prefetching
 from graphs.masks import BODIES
 from minicast import Decoder, decode
 from minicast.back_off import Pace
@@ -690,8 +690,8 @@ def test_no_round_widens_weights(vocabulary, monkeypatch):
     assert len(list(rounds)) and decoder.output.token_ids == expected
 
 
-@pytest.mark.parametrize("dtype, asks", [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
-def test_compiled_loops_over_16_bit_weights_ask_memory_ahead(dtype, asks, monkeypatch):
+@pytest.mark.parametrize("dtype, prefetches", [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
+def test_compiled_loops_over_16_bit_weights_prefetch(dtype, prefetches, monkeypatch):
     """In the C++ of the loop itself; what other programs compile with this torch is as it was, after an error, too."""
     torch._dynamo.reset()
     linear = Linear(64, 96)
@@ -710,19 +710,19 @@ def test_compiled_loops_over_16_bit_weights_ask_memory_ahead(dtype, asks, monkey
         torch._dynamo.reset()
         monkeypatch.setattr(cpu, "AHEAD", ahead)
         _, code = run_and_get_code(CompiledLayer().product, linear, x)
-        assert ("__builtin_prefetch" in code[0] and f" + {ahead})" in code[0]) == asks
-    with pytest.raises(KeyError), reading_ahead():
+        assert ("__builtin_prefetch" in code[0] and f" + {ahead})" in code[0]) == prefetches
+    with pytest.raises(KeyError), prefetching():
         assert CppVecKernel._get_vec_load_line is not written
         raise KeyError
     assert CppVecKernel._get_vec_load_line is written
 
 
-def test_loops_of_other_threads_do_not_ask(monkeypatch):
+def test_loops_of_other_threads_do_not_prefetch(monkeypatch):
     from torch._inductor.codegen.cpp import CppVecKernel
 
     monkeypatch.setattr(CppVecKernel, "_get_vec_load_line", lambda kernel, *load: f"load{load}")
     load, lines = (None, "weights", Integer(3), torch.bfloat16, "mask"), []
-    with reading_ahead():
+    with prefetching():
         lines.append(CppVecKernel._get_vec_load_line(*load))
         other = Thread(target=lambda: lines.append(CppVecKernel._get_vec_load_line(*load)))
         other.start()
