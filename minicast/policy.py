@@ -96,13 +96,11 @@ class RoundWidth:
     rate: float
     back_off: BackOff
     look: Callable[[list[float], list[float]], None] | None = None
-    _drafted: bool = field(default=False, init=False)
     _promised: float = field(default=0.0, init=False)
 
     @property
     def width(self) -> int:
-        self._drafted = self.back_off.drafting
-        return 0 if not self._drafted else MAX_WIDTH if self.look else len(self.times) - 1
+        return 0 if not self.back_off.drafting else MAX_WIDTH if self.look else len(self.times) - 1
 
     def keep(self, tree: Tree) -> int:
         if tree.width == 0:
@@ -117,10 +115,10 @@ class RoundWidth:
         return width
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
-        predicted_ms = self.draft_ms + self.times[0] if self._drafted and width == 0 else self.times[width]
+        drafted = self.back_off.drafting  # as when the width was read: only the next line changes it
+        predicted_ms = self.draft_ms + self.times[0] if drafted and width == 0 else self.times[width]
         self.back_off.observe(
-            self._drafted, committed, seconds,
-            promised=self._promised, predicted_ms=predicted_ms, ar_ms=self.times[0],
+            drafted, committed, seconds, promised=self._promised, predicted_ms=predicted_ms, ar_ms=self.times[0]
         )
 
 

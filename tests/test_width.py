@@ -623,6 +623,20 @@ def test_round_width_keeps_what_pays():
     assert policy.back_off.ar_tokens_left == left - 1
 
 
+def test_reading_the_width_of_a_round_changes_nothing():
+    """A policy whose width is read twice a round stays equal to one that only hears of the rounds: both charge a draft
+    of which nothing was kept, and both tell it from AR."""
+    read, unread = (RoundWidth([10.0, 14.0], draft_ms=3.0, rate=0.1, back_off=BackOff()) for _ in range(2))
+    widths = []
+    for _ in range(20):
+        widths.append(read.width)
+        assert read.width == widths[-1] and read == unread
+        for policy in (read, unread):
+            assert policy.keep(tree_of([0.01] * widths[-1])) == 0
+            policy.observe(0, 1, 0.013 if widths[-1] else 0.010)
+    assert set(widths) == {0, 1}
+
+
 def test_auto_width_pauses():
     policy = adaptive(2.0)
     assert policy.width == 1 and policy.keep(tree_of([0.01])) == 1
