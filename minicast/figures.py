@@ -269,7 +269,6 @@ def _prediction(
     """members: the domains that `domain` stands for; speedups: by domain and arm."""
     oracle = max(swept, key=lambda rival: speedups[domain, rival])
     widths = [N for member in members for record in cells[member, arm] for N in record.output.widths]
-    drafted = [N for N in widths if N > 0]
 
     def gap(reference: Sequence[Record], best: Sequence[Record], own: Sequence[Record]) -> float | None:
         speeds = [repeat_ratio(reference, records, sampled) for records in (best, own)]
@@ -285,14 +284,19 @@ def _prediction(
     return Prediction(
         domain,
         arm,
-        width=statistics.mode(drafted) if drafted else 0,
-        drafted=len(drafted) / len(widths),
+        width=usual_width(widths),
+        drafted=sum(N > 0 for N in widths) / len(widths),
         speedup=speedups[domain, arm],
         oracle=oracle,
         oracle_speedup=speedups[domain, oracle],
         gap=gaps("ar"),
         gain_gap=gain_gap and gain_gap.mean,
     )
+
+
+def usual_width(widths: Sequence[int]) -> int:
+    """N of most rounds that drafted; 0, AR: none did."""
+    return statistics.mode([N for N in widths if N > 0] or [0])
 
 
 def chosen_width(arm: str) -> str:
@@ -547,10 +551,10 @@ def prediction_table(predictions: Sequence[Prediction]) -> Iterator[str]:
     ])
 
 
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table whose first two columns are names."""
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int = 2) -> Iterator[str]:
+    """A table, line by line. Its first `names` columns are names, aligned left; figures are aligned right."""
     yield f"| {' | '.join(heads)} |"
-    yield "|---|---|" + "---:|" * (len(heads) - 2)
+    yield "|" + "---|" * names + "---:|" * (len(heads) - names)
     for cells in rows:
         yield f"| {' | '.join(cells)} |"
 

@@ -40,6 +40,7 @@ from graphs.masks import BitMask, flex
 from minicast.back_off import BackOff
 from minicast.command import Placement, guarded
 from minicast.decode import Decoder
+from minicast.figures import markdown
 from minicast.methods import Proposal, capturable, no_tree
 from minicast.policy import AutoWidth
 from minicast.probe import Passes
@@ -504,14 +505,14 @@ def as_table(found: dict) -> str:
         if stage == ABOUT:
             continue
         title = STAGES[stage].run.__doc__.splitlines()[0] if stage in STAGES else stage
-        lines += [f"## {stage}. {title}", "", "| | | floor | over floor |", "|---|---|---|---|"]
+        rows = []
         for name, value in findings.items():
             if isinstance(value, dict):
                 cells = [f"{value['ms']:.3f} ms", f"{value['floor_ms']:.3f} ms", f"{value['over_floor']:.2f}"]
             else:
                 cells = [f"{value:.4g}" if isinstance(value, float) else str(value), "", ""]
-            lines.append(f"| {' | '.join([name, *cells])} |")
-        lines.append("")
+            rows.append([name, *cells])
+        lines += [f"## {stage}. {title}", "", *markdown(("", "", "floor", "over floor"), rows, names=4), ""]
     return "\n".join(lines)
 
 

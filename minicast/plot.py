@@ -22,10 +22,9 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mode
 
 from minicast.command import guarded
-from minicast.figures import chosen_width
+from minicast.figures import chosen_width, usual_width
 from minicast.prompts import EVERYTHING, MEAN
 from minicast.width import FIT_FROM, CostModel
 from model.errors import UsageError, UserError
@@ -101,13 +100,12 @@ def mean_speedup(row: dict) -> float | None:
 
 
 def predicted_widths(bench: dict) -> list[int]:
-    """What width "auto" came to: that of most rounds that drafted, by prompt domain, each once; 0 where none did."""
+    """What width "auto" came to in each prompt domain, each once, ascending."""
     widths = {}
     for record in bench.get("records", []):
         if record["arm"].endswith("auto"):
             widths.setdefault(record["domain"], []).extend(record["output"]["widths"])
-    drafted = {domain: [N for N in each if N] or [0] for domain, each in widths.items()}
-    return sorted({mode(each) for each in drafted.values()})
+    return sorted({usual_width(each) for each in widths.values()})
 
 
 def lengths(analysis: dict):

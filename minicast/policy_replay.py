@@ -17,6 +17,7 @@ from pathlib import Path
 
 from minicast.back_off import BackOff
 from minicast.curve import MassCurve
+from minicast.figures import markdown
 from minicast.policy import FixedWidth, Policy
 from minicast.probe import DISTURBED, Costs, costs_of, decide_by, policy_of
 from minicast.prompts import EVERYTHING
@@ -88,20 +89,18 @@ class Policies:
 
     def lines(self) -> list[str]:
         """Markdown: a row a domain; the gap is to the best fixed width or AR, in points."""
-        lines = [
-            f"| speed over AR, pooled | N* = {self.predicted} | auto | round | best fixed | its speed "
-            "| gap of auto, points |",
-            "|---|---:|---:|---:|---:|---:|---:|",
-        ]
+        heads = (
+            "speed over AR, pooled", f"N* = {self.predicted}", "auto", "round", "best fixed", "its speed",
+            "gap of auto, points",
+        )
+        rows = []
         for domain, widths in self.fixed.items():
             best = max(widths, key=widths.get)
             auto, each = (self.chosen[domain][name] for name in ("auto", "round"))
-            name = f"N = {best}" if best else "AR"
-            lines.append(
-                f"| {domain} | {widths[self.predicted]:.2f} | {auto:.2f} | {each:.2f} | {name} | {widths[best]:.2f} "
-                f"| {100 * (widths[best] - auto):.1f} |"
-            )
-        return lines
+            speeds = (f"{speed:.2f}" for speed in (widths[self.predicted], auto, each))
+            name, gap = f"N = {best}" if best else "AR", 100 * (widths[best] - auto)
+            rows.append([domain, *speeds, name, f"{widths[best]:.2f}", f"{gap:.1f}"])
+        return list(markdown(heads, rows, names=1))
 
 
 def compare(

@@ -33,6 +33,7 @@ from graphs.capture import clock
 from minicast.back_off import BackOff, Pace
 from minicast.curve import MassCurve, read_shipped
 from minicast.decode import Decoder, Options
+from minicast.figures import markdown
 from minicast.machine import cpu_seconds, processor
 from minicast.policy import AutoWidth, FixedWidth, Policy, RoundWidth
 from minicast.round import MAX_ROWS, Request
@@ -307,12 +308,10 @@ class FullProbe:
     def lines(self) -> list[str]:
         """Markdown: the table, the fit, N* and why."""
         costs = self.costs
-        times = " | ".join(f"{ms:.1f}" for ms in costs.settle_ms)
         drafts = ", ".join(f"of {N} {ms:.2f} ms" for N, ms in zip(costs.proposed, costs.propose_ms))
+        heads, times = map(str, costs.packed), (f"{ms:.1f}" for ms in costs.settle_ms)
         lines = [
-            "| packed rows n | " + " | ".join(map(str, costs.packed)) + " |",
-            "|---|" + "---:|" * len(costs.packed),
-            f"| ms | {times} |",
+            *markdown(["packed rows n", *heads], [["ms", *times]], names=1),
             "",
             f"- paper's probe on {self.device}: verify, walk and commit of random tokens after {self.prefix} "
             f"positions, medians of {PAPER_REPEATS} after {PAPER_WARM_UPS} warm-ups",

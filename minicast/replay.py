@@ -41,6 +41,7 @@ from tqdm import tqdm
 
 from minicast.command import Choice, Placement, guarded, note_no_effect
 from minicast.curve import MassCurve, read_shipped
+from minicast.figures import markdown
 from minicast.prompts import EVERYTHING, PROMPTS, read_prompts
 from minicast.report import commit
 from minicast.tree import RANK_CAP, Tree, ranked_tree, top_ranked
@@ -512,17 +513,14 @@ def mass_curve(finding: Finding, target: str, draft: str) -> MassCurve:
 
 def table(findings: Sequence[Finding]) -> list[str]:
     """A Markdown table of R by width and domain, what the scores promise in brackets."""
-    lines = ["| R (promised) | " + " | ".join(finding.domain for finding in findings) + " |"]
-    lines.append("|---" * (len(findings) + 1) + "|")
+    heads, depth = ["R (promised)", *(finding.domain for finding in findings)], len(findings[0].chain_masses)
 
-    def row(name: str, lengths: Sequence[Lengths], place: int) -> str:
-        cells = [f"{each.R[place]:.2f} ({each.predicted[place]:.2f})" for each in lengths]
-        return f"| {name} | " + " | ".join(cells) + " |"
+    def row(name: str, lengths: Sequence[Lengths], place: int) -> list[str]:
+        return [name, *(f"{each.R[place]:.2f} ({each.predicted[place]:.2f})" for each in lengths)]
 
-    depth = len(findings[0].chain_masses)
-    lines.append(row(f"chain, N = {depth}", [finding.chain for finding in findings], depth - 1))
-    lines += [row(f"tree, N = {N}", [finding.tree for finding in findings], N - 1) for N in TABLE_WIDTHS]
-    return lines
+    chain = row(f"chain, N = {depth}", [finding.chain for finding in findings], depth - 1)
+    trees = [row(f"tree, N = {N}", [finding.tree for finding in findings], N - 1) for N in TABLE_WIDTHS]
+    return list(markdown(heads, [chain, *trees], names=len(heads)))
 
 
 # The command line

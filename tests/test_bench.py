@@ -752,6 +752,11 @@ def test_every_figure_stands_under_its_own_head():
     }
 
 
+@pytest.mark.parametrize("names, line", [(1, "|---|---:|---:|"), (2, "|---|---|---:|"), (3, "|---|---|---|")])
+def test_names_are_aligned_left_and_figures_right(names, line):
+    assert list(figures.markdown("abc", ["123", ["x", "", "y"]], names)) == ["| a | b | c |", line, "| 1 | 2 | 3 |", "| x |  | y |"]
+
+
 def test_a_comparison_has_each_methods_own_figures():
     """Of --compare, for people and as JSON: speedups over the first, R of the method's own rounds, what became of texts."""
     first, equal, other, departed = (

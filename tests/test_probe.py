@@ -295,7 +295,7 @@ def test_full_probe(target, draft, table):
     assert found.decision.width == stopping_width(GOOD, cost, table.draft_ms) == 82
     text = "\n".join(found.lines())
     assert found.prefix == 512 and "after 512 positions" in text  # 1,024 do not fit this context
-    assert f"| ms | {' | '.join(f'{ms:.1f}' for ms in milliseconds)} |\n" in text
+    assert f"|---|{len(milliseconds) * '---:|'}\n| ms | {' | '.join(f'{ms:.1f}' for ms in milliseconds)} |\n" in text
     assert "draft with a tree of 1 5.00 ms, of 7 5.00 ms, of 127 5.00 ms\n" in text
     assert "N* = 82 follows" in text and f"{line.intercept:.2f} + {line.slope:.4f} n ms" in text
     assert not (draft.directory / "cache" / "costs").exists() and decoder.state.prefix == 0

@@ -589,7 +589,7 @@ def test_prompts_go_by_the_domain_that_they_are_given_last(command, tmp_path, ca
     capsys.readouterr()
     status, out = command("--prompts", str(other))
     printed = capsys.readouterr()
-    assert status == 0 and "| R (promised) | sums | all |" in printed.out and "another domain" not in printed.err
+    assert status == 0 and "| R (promised) | sums | all |\n|---|---|---|\n" in printed.out and "another domain" not in printed.err
     other.write_text('"another"\n' + other.read_text())
     assert command("--prompts", str(tmp_path / "maths.jsonl"), str(other))[0] == 0
     printed = capsys.readouterr()
