@@ -73,7 +73,7 @@ def answer(decoder: Decoder, arm: Arm, prompt_ids: Sequence[int], options: dict)
     yield from decoder.stream(prompt_ids, method=arm.method, width=arm.width, **options)
 
 
-def measure(decoder: Decoder, arm: Arm, prompt_ids: Sequence[int], options: dict) -> Output:
+def measure_answer(decoder: Decoder, arm: Arm, prompt_ids: Sequence[int], options: dict) -> Output:
     """One answer from empty caches, to its end."""
     for _ in answer(decoder, arm, prompt_ids, options):
         pass
@@ -114,7 +114,7 @@ def warm_up(decoders: dict[Arm, Decoder], prompt_ids: Sequence[int], options: di
         return arm.width if isinstance(arm.width, int) else MAX_WIDTH  # as far as "auto" and "round" may go
 
     for arm in sorted(decoders, key=widest, reverse=True):
-        measure(decoders[arm], arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
+        measure_answer(decoders[arm], arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
 
 
 def check_compiled(decoders: Iterable[Decoder]) -> None:
@@ -153,7 +153,7 @@ def show_comparison(
     try:
         warm_up(dict.fromkeys(arms, decoder), prompt_ids, options)
         for arm in arms:
-            outputs[arm] = measure(decoder, arm, prompt_ids, options)
+            outputs[arm] = measure_answer(decoder, arm, prompt_ids, options)
     except (KeyboardInterrupt, UserError) as error:
         ended = error
     records = compared(decoder, outputs, prompt_ids, options) if outputs else []

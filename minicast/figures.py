@@ -181,7 +181,7 @@ def _row(domain: str, arm: str, cells: Cells, seed: int, sampled: bool) -> Row:
     return Row(
         domain,
         arm,
-        R=committed(own),
+        R=mean_committed(own),
         ms_per_token=ms_per_token(own),
         wall_ms_per_token=ms_per_token(own, "wall_seconds"),
         round_ms=round_ms(own),
@@ -319,7 +319,7 @@ def round_ms(records: Sequence[Record]) -> float | None:
     return over(seconds * 1e3, sum(len(record.output.round_lengths) for record in records))
 
 
-def committed(records: Sequence[Record]) -> float | None:
+def mean_committed(records: Sequence[Record]) -> float | None:
     """Mean R over all rounds."""
     lengths = [length for record in records for length in record.output.round_lengths]
     return statistics.fmean(lengths) if lengths else None
@@ -387,7 +387,7 @@ def committed_differences(reference: Sequence[Record], own: Sequence[Record]) ->
     """(prompts,) float64: each prompt's R by `own` less that by `reference`."""
 
     def difference(theirs: Sequence[Record], ours: Sequence[Record]) -> float | None:
-        lengths = committed(theirs), committed(ours)
+        lengths = mean_committed(theirs), mean_committed(ours)
         return None if None in lengths else lengths[1] - lengths[0]
 
     return per_prompt(difference, reference, own)
@@ -426,7 +426,7 @@ def comparison(records: Sequence[Record]) -> list[dict]:
         asdict(record)
         | {
             "ms_per_token": ms_per_token([record]),
-            "mean_committed_per_round": committed([record]),
+            "mean_committed_per_round": mean_committed([record]),
             "speedup": over(ms_per_token(records[:1]), ms_per_token([record])),
         }
         for record in records
@@ -443,8 +443,8 @@ def comparison_lines(records: Sequence[Record]) -> Iterator[str]:
         verdict = "equal" if record.output.token_ids == first.output.token_ids else "not comparable"
         if record.departure:
             verdict = describe(record.departure)
-        speedup = number(over(ms_per_token([first]), ms_per_token([record])))
-        ms, R = number(ms_per_token([record])), number(committed([record]))
+        speedup = two_decimals(over(ms_per_token([first]), ms_per_token([record])))
+        ms, R = two_decimals(ms_per_token([record])), two_decimals(mean_committed([record]))
         yield f"{record.arm:12} {len(record.output.token_ids):6} {ms:>9} {R:>6} {speedup:>8}  {verdict}"
 
 
@@ -460,7 +460,7 @@ def located(record: Record) -> str:
     return f"{record.arm}, {record.domain} prompt {record.prompt}: {describe(record.departure)}"
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
+def speed_table(rows: Sequence[Row]) -> Iterator[str]:
     """Lines of Markdown."""
     heads = (
         "domain", "method", "ms/token", "wall ms/token", "R", "break-even R",
@@ -472,15 +472,15 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         [
             row.domain,
             row.arm,
-            number(row.ms_per_token),
-            number(row.wall_ms_per_token),
-            number(row.R),
-            number(row.break_even),
-            number(row.speedup),
+            two_decimals(row.ms_per_token),
+            two_decimals(row.wall_ms_per_token),
+            two_decimals(row.R),
+            two_decimals(row.break_even),
+            two_decimals(row.speedup),
             str(row.prompt_speedup or ""),
-            number(row.wall_speedup),
+            two_decimals(row.wall_speedup),
             str(row.wall_prompt_speedup or ""),
-            number(row.gain),
+            two_decimals(row.gain),
             str(row.prompt_gain or ""),
             str(row.R_difference or ""),
         ]
@@ -502,8 +502,8 @@ def shape_table(rows: Sequence[Row], depth: int) -> Iterator[str]:
          "shape gain, pooled", "shape gain, mean of prompts"),
         [
             [
-                tree.domain, tree.arm, number(chain.R), number(tree.R), number(chain.ms_per_token),
-                number(tree.ms_per_token), number(tree.gain), str(tree.prompt_gain or ""),
+                tree.domain, tree.arm, two_decimals(chain.R), two_decimals(tree.R), two_decimals(chain.ms_per_token),
+                two_decimals(tree.ms_per_token), two_decimals(tree.gain), str(tree.prompt_gain or ""),
             ]
             for tree, chain in found
         ],
@@ -518,7 +518,7 @@ def repeat_table(rows: Sequence[Row], repeats: str) -> Iterator[str]:
         return
 
     def cells(spread: Spread | None) -> list[str]:
-        return [number(spread.mean), f"{spread.low:.2f} to {spread.high:.2f}"] if spread else ["", ""]
+        return [two_decimals(spread.mean), f"{spread.low:.2f} to {spread.high:.2f}"] if spread else ["", ""]
 
     heads = (f"{figure}, {what}" for figure in ("speedup over AR", "gain over DFlash")
              for what in (f"pooled, mean of {repeats}", f"range over {repeats}"))
@@ -541,11 +541,11 @@ def prediction_table(predictions: Sequence[Prediction]) -> Iterator[str]:
             each.arm,
             str(each.width or "0 (AR)"),
             f"{each.drafted:.0%}",
-            number(each.speedup),
+            two_decimals(each.speedup),
             each.oracle,
-            number(each.oracle_speedup),
+            two_decimals(each.oracle_speedup),
             str(each.gap or ""),
-            number(each.gain_gap),
+            two_decimals(each.gain_gap),
         ]
         for each in predictions
     ])
@@ -569,5 +569,5 @@ def difference_lines(rows: Sequence[Row]) -> Iterator[str]:
             yield f"R of {row.arm} less R of dflash, over all prompts: {found}, an interval that {verdict}"
 
 
-def number(value: float | None) -> str:
+def two_decimals(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"

@@ -21,7 +21,7 @@ from minicast.figures import markdown
 from minicast.policy import FixedWidth, Policy
 from minicast.probe import DISTURBED, Costs, costs_of, decide_by, policy_of
 from minicast.prompts import EVERYTHING
-from minicast.replay import Replayable, committed
+from minicast.replay import Replayable, round_length
 from minicast.tree import RANK_CAP
 from model.errors import UsageError
 from model.files import read_text
@@ -156,7 +156,7 @@ def decode_ms(answer: Replayable, policy: Policy, times: Sequence[float], draft_
     while position < last:
         width = policy.width
         N = policy.keep(answer.recording.drafts.tree(position, width, RANK_CAP)) if width else 0
-        R = committed(answer.needs["cast"], position, N)
+        R = round_length(answer.needs["cast"], position, N)
         took = times[N] if N or not width else draft_ms + times[0]
         policy.observe(N, R, took / 1e3)
         ms += took

@@ -211,7 +211,7 @@ class Passes:
         state.P.fill_(self.prefix)
         state.D.fill_(drafted)
 
-    def measure(self, runs: dict[Hashable, Callable[[], object]], **protocol) -> Timings:
+    def timings(self, runs: dict[Hashable, Callable[[], object]], **protocol) -> Timings:
         """`interleaved` by this decoder's clocks; protocol: its warm_ups, repeats and seconds.
 
         What compiles or records at its first run does so before, the largest first (see `graphs.capture`).
@@ -222,11 +222,11 @@ class Passes:
         return interleaved(runs, partial(clock, self.decoder.target.device), used, **protocol)
 
     def costs(self, packed: Sequence[int], **protocol) -> Costs:
-        """Of these row counts, AR's first, and of the draft; protocol: as for `measure`."""
+        """Of these row counts, AR's first, and of the draft; protocol: as for `timings`."""
         runs = {("settle", n): partial(self.settle, n) for n in packed}
         proposed = sorted({1, self.state.depth, MAX_WIDTH})
         runs |= {("propose", N): partial(self.propose, N) for N in proposed}
-        found = self.measure(runs, **protocol)
+        found = self.timings(runs, **protocol)
         settle_ms = tuple(found.ms["settle", n] for n in packed)
         propose_ms = tuple(accumulate((found.ms["propose", N] for N in proposed), max))  # noise aside, they ascend
         return Costs(tuple(packed), settle_ms, propose_ms, tuple(proposed), found.steady)
@@ -241,7 +241,7 @@ class Passes:
         state.D.fill_(state.drafted)
 
 
-def measure(
+def measure_costs(
     decoder: Decoder, prefix: int, positions: int, masses: Sequence[float], known: Costs | None = None
 ) -> Costs:
     """Probe as many row counts as the rule asks for with these masses, beyond those already known.
@@ -256,7 +256,7 @@ def measure(
             known = passes.costs(first)
         for n in asked:
             if n > known.packed[-1] and wants_more(known, masses, decoder.state.buckets):
-                found = passes.measure({("settle", n): partial(passes.settle, n)})
+                found = passes.timings({("settle", n): partial(passes.settle, n)})
                 known = replace(
                     known, packed=(*known.packed, n), settle_ms=(*known.settle_ms, found.ms["settle", n]),
                     steady=known.steady and found.steady,
@@ -399,7 +399,7 @@ class Deployment:
         known = None if reprobe else self.costs.get(prefix) or read_costs(path, key)
         if known is None or wants_more(known, self.known_masses, decoder.state.buckets):
             started = time.perf_counter()
-            known = measure(decoder, prefix, prompt_tokens + new_tokens, self.known_masses, known)
+            known = measure_costs(decoder, prefix, prompt_tokens + new_tokens, self.known_masses, known)
             self.probed += time.perf_counter() - started
             if self.compiled != decoder.state.compiled:  # it failed meanwhile
                 return self.costs_at(prompt_tokens, new_tokens, reprobe)

@@ -103,7 +103,7 @@ def questions(
     """Every prompt, cut to each of the prefixes and answered to each of the lengths. No prefixes: not cut."""
     return [
         Question(
-            name(prompt.domain, prefix, length, prefixes, lengths), encode(prompt.text, tokenizer, prefix), length,
+            domain_title(prompt.domain, prefix, length, prefixes, lengths), encode(prompt.text, tokenizer, prefix), length,
             prompt.where,
         )
         for prefix in prefixes or [None]
@@ -112,7 +112,7 @@ def questions(
     ]
 
 
-def name(domain: str, prefix: int | None, length: int, prefixes: Sequence[int], lengths: Sequence[int]) -> str:
+def domain_title(domain: str, prefix: int | None, length: int, prefixes: Sequence[int], lengths: Sequence[int]) -> str:
     """A domain's name, with what is swept: each cell of a sweep is a domain of its own in every table."""
     swept = [f"prefix {prefix}"] if len(prefixes) > 1 else []
     swept += [f"{length} new"] if len(lengths) > 1 else []
@@ -137,7 +137,7 @@ def random_questions(
     generator = torch.Generator().manual_seed(seed)
     return [
         Question(
-            name("random", prefix, length, prefixes, lengths),
+            domain_title("random", prefix, length, prefixes, lengths),
             torch.randint(vocab_size, (prefix,), generator=generator).tolist(),
             length,
         )

@@ -208,7 +208,7 @@ class Step:
     R: int
 
 
-def committed(needs: Needs, position: int, width: int) -> int:
+def round_length(needs: Needs, position: int, width: int) -> int:
     """R of the round there, whose tree has `width` nodes; cut where the answer ends."""
     return min(1 + bisect_right(needs[position], width), len(needs) - position)
 
@@ -217,7 +217,7 @@ def replay(needs: Needs, width: int) -> list[Step]:
     """The rounds of a decode in which trees have `width` nodes, the last one cut where the answer ends."""
     steps, position = [], 0
     while position < len(needs):
-        R = committed(needs, position, width)
+        R = round_length(needs, position, width)
         steps.append(Step(position, R))
         position += R
     return steps
@@ -511,7 +511,7 @@ def mass_curve(finding: Finding, target: str, draft: str) -> MassCurve:
     return MassCurve(*rounded, rounds, target, draft, RANK_CAP)
 
 
-def table(findings: Sequence[Finding]) -> list[str]:
+def length_table(findings: Sequence[Finding]) -> list[str]:
     """A Markdown table of R by width and domain, what the scores promise in brackets."""
     heads, depth = ["R (promised)", *(finding.domain for finding in findings)], len(findings[0].chain_masses)
 
@@ -596,7 +596,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "policies": policies and asdict(policies) | sources,
     }
     write_atomically(arguments.out / "analysis.json", json.dumps(report) + "\n")
-    print("\n".join(table(findings)))
+    print("\n".join(length_table(findings)))
     if policies:
         rounds = f"- rounds of {settings['draft']} on {settings['target']}; costs of {sources['costs']}"
         print("\n".join(["", *policies.lines(), "", rounds, f"- mass curve: {sources['curve']}"]))

@@ -261,7 +261,7 @@ def test_promises_are_means_of_masses(answers):
 def test_the_table_has_the_replayed_length_and_beside_it_the_promised_one(answers):
     """Of each width its own, domain by domain, the whole chain first."""
     findings = [replay.analyse(answers[:1], "a"), replay.analyse(answers)]
-    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in replay.table(findings)]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in replay.length_table(findings)]
     assert head == ["R (promised)", "a", "all"]
     expected = {f"chain, N = {DEPTH}": [(finding.chain, DEPTH) for finding in findings]}
     expected |= {f"tree, N = {N}": [(finding.tree, N) for finding in findings] for N in replay.TABLE_WIDTHS}
