@@ -77,7 +77,7 @@ class Policies:
 
     Attributes:
         predicted: N*, the rule's width on the mass curve; 0 is AR
-        threshold: mass from which a node pays, on the fitted line, at the best drafted width
+        threshold: mass from which a node pays on the fitted line, see `Decision`
         fixed: speed over AR by domain and width N; over all domains under EVERYTHING, which weighs them alike
         chosen: likewise by domain and policy, "auto" or "round"
     """

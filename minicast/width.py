@@ -116,6 +116,14 @@ def best_drafted(masses: Sequence[float], times: Sequence[float]) -> int:
     return max(range(1, len(masses) + 1), key=lambda N: (throughput[N], N), default=0)
 
 
+def line_width(masses: Sequence[float], times: Sequence[float], slope: float) -> int:
+    """The first N >= 1 whose next node fails Theorem 2 at `slope` ms a node, whatever it was measured to take; 0 if
+    there are no masses.
+    """
+    steps = zip(accumulate(masses, initial=1.0), times, masses)  # 1 + g(N), l(N) and the mass of node N + 1
+    return next((N for N, (R, ms, mass) in enumerate(steps) if N > 0 and mass < R / ms * slope), len(masses))
+
+
 def stopping_width(
     masses: Sequence[float], cost: CostModel, draft_ms: float, overhead_ms: Overhead = 0.0
 ) -> int:
@@ -132,7 +140,9 @@ class Decision:
     width: int                           # N*; 0 is AR
     drafted_width: int                   # best N >= 1; N* unless AR won; 0 if nothing can be drafted
     slope: float                         # c1, ms a node: the fitted line's and the overhead's
-    threshold: float                     # throughput at drafted_width times c1: what a node's mass must reach
+    line_width: int                      # the paper's: where a node stops paying if each takes c1 ms
+    threshold: float                     # throughput at line_width times c1: what a node's mass must reach there
+    between_ms: float                    # what the nodes between line_width and drafted_width take, as measured
     next_step_ms: float                  # l(N+1) - l(N) at drafted_width: not c1 where the table bends
     next_threshold: float                # likewise: what the next node's mass must reach
     masses: dict[int, float]             # rho by N, around the stop
@@ -148,20 +158,24 @@ class Decision:
 
     def lines(self) -> list[str]:
         """What `--explain` prints."""
-        N, speed = self.drafted_width, self.tokens_per_second
+        N, line, speed = self.drafted_width, self.line_width, self.tokens_per_second
         predicted = "predicted " + ", ".join(f"{method} {rate:.1f} tok/s" for method, rate in speed.items())
         if N == 0:
             return [predicted, "width 0, which is AR: there is no candidate to verify"]
         lines = [
-            f"slope {self.slope:.4f} ms a node: on the fitted line one pays above mass {self.threshold:.4f}",
+            f"fitted line, {self.slope:.4f} ms a node: stop at {line}, where a node pays from mass {self.threshold:.4f} on",
             "masses " + ", ".join(f"{mass:.4f} (node {node})" for node, mass in self.masses.items()),
         ]
+        stop = f"measured times: stop at {N}"
+        if N != line:
+            low, high = sorted((N, line))
+            nodes = f"node {high} takes" if high == low + 1 else f"nodes {low + 1} to {high} take"
+            stop += f" ({nodes} {self.between_ms:.4f} ms, on the line {self.slope * (high - low):.4f} ms)"
         if N + 1 in self.masses:
-            step = f"node {N + 1} would add {self.next_step_ms:.4f} ms"
-            lines.append(f"stop at {N}: {step}, so it would pay from mass {self.next_threshold:.4f} on")
+            stop += f"; node {N + 1} would take {self.next_step_ms:.4f} ms and pay from mass {self.next_threshold:.4f} on"
         else:
-            lines.append(f"stop at {N}: no candidate is left")
-        lines.append(predicted)
+            stop += "; no candidate is left"
+        lines += [stop, predicted]
         scores = "" if self.recorded is None else f" (the scores promise {self.promised:.2f})"
         expected = f"R {self.expected:.2f} expected{scores}, {self.break_even:.2f} needed to be as fast as AR"
         if self.width:
@@ -201,14 +215,17 @@ def decide(
     h_slope = 0.0
     if callable(overhead_ms) and len(masses) > 1:
         h_slope = (overhead_ms(len(masses)) - overhead_ms(1)) / (len(masses) - 1)
-    slope, throughput, next_step_ms = cost.slope + h_slope, promised / times[N], times[N + 1] - times[N]
+    slope, next_step_ms = cost.slope + h_slope, times[N + 1] - times[N]
+    line = line_width(masses, times, slope)
     return Decision(
         width=N if expected / times[N] > 1.0 / times[0] else 0,
         drafted_width=N,
         slope=slope,
-        threshold=throughput * slope,
+        line_width=line,
+        threshold=(1.0 + sum(masses[:line])) / times[line] * slope,
+        between_ms=times[max(N, line)] - times[min(N, line)],
         next_step_ms=next_step_ms,
-        next_threshold=throughput * next_step_ms,
+        next_threshold=promised / times[N] * next_step_ms,
         masses={n: masses[n - 1] for n in range(max(N - 2, 1), min(N + 3, len(masses)) + 1)},
         promised=promised,
         recorded=recorded,

@@ -255,7 +255,38 @@ def test_decision_reports_all_methods():
     assert decision.next_step_ms == pytest.approx(5.9 / 32)
     assert decision.break_even == pytest.approx((DRAFT_MS + 24.4) / 17.2)
     text = "\n".join(decision.lines())
-    assert "stop at 95: node 96 would add 0.1844 ms" in text and "width 95" in text
+    assert "measured times: stop at 95 (" in text and "; node 96 would take 0.1844 ms" in text and "width 95" in text
+
+
+def test_both_stops_are_told():
+    """Theorem 2 with c1 ms a node stops word for word where the paper says, on any table; what the measured times make
+    of the nodes between the two stops is told, and never hides that they differ. Guards one threshold told for both.
+    """
+    rng, order = random.Random(6), set()
+    for shape in ["affine", "bent", "stepped"] * 300:
+        masses, cost, draft_ms = random_masses(rng), random_cost(rng, shape), rng.uniform(0, 8)
+        decision = decide(masses, cost, draft_ms)
+        L, N = decision.line_width, decision.drafted_width
+        assert L == first_failure(masses, cost, draft_ms)
+        assert decision.threshold == pytest.approx(throughput(L, masses, cost, draft_ms) * cost.slope)
+        if N > L:  # only for less than the line says does a node pay that fails by the line
+            assert decision.between_ms < cost.slope * (N - L)
+        lines = decision.lines()
+        assert (f"stop at {N} (node" in lines[2]) == (L != N)
+        order.add((N > L) - (N < L))
+    assert order == {-1, 0, 1}
+
+
+def test_a_table_below_its_line_is_explained():
+    """Eight rows cost hardly more than six: the line stops at 5, the measured times at 7; both figures are the table's."""
+    cost = CostModel.fit([1, 6, 8, 16, 32], [20.0, 25.0, 25.5, 40.0, 56.0])
+    decision = decide([0.8, 0.5, 0.3, 0.2, 0.15, 0.05, 0.04, 0.02], cost, draft_ms=5.0)
+    assert decision.lines()[:3] == [
+        "fitted line, 1.0000 ms a node: stop at 5, where a node pays from mass 0.0983 on",
+        "masses 0.1500 (node 5), 0.0500 (node 6), 0.0400 (node 7), 0.0200 (node 8)",
+        "measured times: stop at 7 (nodes 6 to 7 take 0.5000 ms, on the line 2.0000 ms); "
+        "node 8 would take 1.8125 ms and pay from mass 0.1807 on",
+    ]
 
 
 def test_decisions_at_the_ends():
