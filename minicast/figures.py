@@ -5,15 +5,15 @@ t_AR / t, gain t_DFlash / t - 1. Pooled, t is that of a domain's answers togethe
 the mean of their ratios. The mean of prompts is of their own ratios, with a 95 % interval from a bootstrap that
 resamples prompts.
 
-The exception: of the repeats of a prompt the paper takes the mean, here it is the median of their ratios. The two
-answers of a repeat were timed one soon after the other, so on a shared machine a slow moment, or a slow minute,
-changes the median little; a mean it would decide. At T > 0 repeats have seeds, and so texts, of their own. What
-differs between them is then no disturbance, and the mean is taken, as in the paper.
+The exception: over the repeats of a prompt the paper takes the mean, here it is the median of their ratios. The two
+answers of a repeat were timed soon after each other, so on a shared machine a slow moment, or a slow minute, hardly
+changes the median, but would dominate a mean. At T > 0 each repeat has its own seed, and so its own text. Then they
+differ for that reason, not because of a disturbance, and the mean is taken, as in the paper.
 
-How far repeats lie apart is told by the range of their pooled ratios: at T > 0 the paper's range over seeds (Table
+How far apart repeats are is shown by the range of their pooled ratios: at T > 0 the paper's range over seeds (Table
 10), else its run-to-run spread (D.2).
 
-It is arithmetic on records: it decodes nothing and reads no clock.
+This is arithmetic on records: it decodes nothing and reads no clock.
 """
 
 import statistics
@@ -34,8 +34,8 @@ class Departure:
     """Where an answer leaves the reference answer.
 
     Attributes:
-        position: index of the first other token in the answer
-        expected, got: the tokens there; None where an answer has ended
+        position: index of the first token that differs
+        expected, got: the tokens there; None if an answer has ended
         gap: between the target's two best scores there, by one uncached pass: what rounding had to overcome
     """
 
@@ -50,9 +50,9 @@ class Record:
     """One answer, measured.
 
     Attributes:
-        arm: the competitor's name: a method, with its width
+        arm: the competitor's name: a method with its width
         domain, prompt, repeat: prompt is an index into the run's prompts
-        prompt_tokens: their number
+        prompt_tokens: how many the prompt has
         output: tokens, rounds and times
         departure: from the first arm's answer to the same prompt; None if equal, or not comparable
     """
@@ -73,7 +73,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts and its 95 % interval; None where a domain has one prompt, which says nothing of others."""
+    """A mean over prompts and its 95 % interval; None if a domain has a single prompt, which says nothing about others."""
 
     mean: float
     low: float | None
@@ -87,7 +87,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Spread:
-    """A pooled ratio of every repeat by itself: the mean of them, and from where to where they reach."""
+    """The pooled ratios of single repeats: their mean, lowest and highest."""
 
     mean: float
     low: float
@@ -96,18 +96,18 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """An arm in a domain, or, with MEAN for the domain, the means of its rows. None: nothing to divide by.
+    """An arm in a domain or, if the domain is MEAN, the means of its rows. None: there is nothing to divide by.
 
     Attributes:
         ms_per_token: the paper's t; wall_ms_per_token: the same with the time from prompt to last token
         R: tokens committed a round
         round_ms: decoding time over rounds
-        break_even: R at which a round would only just pay: its time in AR steps
+        break_even: R at which a round would just pay: its time in AR steps
         speedup, wall_speedup: AR's ms a token over this one's, by either time, pooled
         prompt_speedup, wall_prompt_speedup: the mean of the prompts' speedups, by either time
-        gain, prompt_gain: DFlash's ms a token over this one's, less 1: pooled, and the mean of prompts
-        repeat_speedup, repeat_gain: the pooled figures repeat by repeat; None of a single one
-        R_difference: the mean over prompts of R less DFlash's
+        gain, prompt_gain: DFlash's ms a token over this one's, minus 1: pooled, and the mean of prompts
+        repeat_speedup, repeat_gain: the pooled figures repeat by repeat; None if there is only one
+        R_difference: the mean over prompts of R minus DFlash's
     """
 
     domain: str
@@ -133,12 +133,12 @@ class Prediction:
     """A width that the decoder chose for itself, beside the best of the fixed ones in the same run.
 
     Attributes:
-        domain: MEAN: over all of them
-        arm: which chose its width
-        width: N of most rounds that drafted; 0, AR: none did
+        domain: MEAN stands for all of them
+        arm: the one that chose its width
+        width: N of most rounds that drafted; 0, AR, if none did
         drafted: share of rounds that drafted
         speedup: over AR, the mean of prompts
-        oracle, oracle_speedup: the fastest arm of a fixed width; AR is one, with N = 0
+        oracle, oracle_speedup: the fastest arm of fixed width, counting AR as N = 0
         gap: how far the oracle is ahead, in points, hundredths of a speedup
         gain_gap: the same in hundredths of a gain over DFlash; None without it
     """
@@ -160,7 +160,7 @@ Cells = dict[tuple[str, str], list[Record]]  # by domain and arm
 def summarise(records: Sequence[Record], seed: int, sampled: bool = False) -> list[Row]:
     """The rows of the table by domain and arm, in the records' order; the averages last.
 
-    seed: of the bootstrap; sampled: T > 0, so repeats are other texts
+    seed: of the bootstrap; sampled: T > 0, so repeats have different texts
     """
     cells = _cells(records)
     rows = [_row(domain, arm, cells, seed, sampled) for domain, arm in cells]
@@ -229,16 +229,16 @@ def _mean_row(arm: str, rows: Sequence[Row], cells: Cells, seed: int, sampled: b
 
 
 def _rival(cells: Cells, domain: str, arm: str, reference: str) -> list[Record]:
-    """The reference's records, where `arm` is measured against it: never against itself, nor AR at all."""
+    """The reference's records, if `arm` is compared with it: no arm is compared with itself, and AR with none."""
     return [] if arm in ("ar", reference) else cells.get((domain, reference), [])
 
 
 def predictions(
     records: Sequence[Record], rows: Sequence[Row], seed: int, sampled: bool = False
 ) -> list[Prediction]:
-    """Of every arm that chose its width, by domain, MEAN last; rows: from `summarise`, as are seed and sampled.
+    """For every arm that chose its width, by domain, MEAN last. rows: from `summarise`; seed, sampled: as for it.
 
-    None without AR and a swept width to compare with.
+    Empty without AR and a swept width to compare with.
     """
     cells = _cells(records)
     speedups = {(row.domain, row.arm): row.prompt_speedup and row.prompt_speedup.mean for row in rows}
@@ -275,7 +275,7 @@ def _prediction(
         return None if None in speeds else 100 * (speeds[0] - speeds[1])
 
     def gaps(reference: str) -> Estimate | None:
-        """By prompt: in a speedup over AR or, as its "less 1" cancels, in a gain over DFlash."""
+        """By prompt: in a speedup over AR or, as the "minus 1" cancels, in a gain over DFlash."""
         names = reference, oracle, arm
         found = [per_prompt(gap, *(cells.get((member, each), []) for each in names)) for member in members]
         return bootstrap(found, seed)
@@ -295,7 +295,7 @@ def _prediction(
 
 
 def usual_width(widths: Sequence[int]) -> int:
-    """N of most rounds that drafted; 0, AR: none did."""
+    """N of most rounds that drafted; 0, AR, if none did."""
     return statistics.mode([N for N in widths if N > 0] or [0])
 
 
@@ -326,9 +326,9 @@ def mean_committed(records: Sequence[Record]) -> float | None:
 
 
 def per_prompt(figure: Callable[..., float | None], *arms: Sequence[Record]) -> Tensor:
-    """(prompts,) float64: a figure of each prompt's records, which are given arm by arm, repeats together.
+    """(prompts,) float64: a figure of each prompt's records, which it gets arm by arm, repeats together.
 
-    A prompt that has no such figure is left out: an answer that ended with its first token has no rounds.
+    A prompt without such a figure is left out: an answer that ended with its first token has no rounds.
     """
 
     def by_prompt(records: Sequence[Record]) -> dict[int, list[Record]]:
@@ -353,9 +353,9 @@ def prompt_ratios(
 def repeat_ratio(
     reference: Sequence[Record], own: Sequence[Record], sampled: bool, timer: str = "decode_seconds"
 ) -> float | None:
-    """That of one prompt: the median of its repeats' ratios, of sampled ones the mean.
+    """One prompt's ratio: the median of its repeats' ratios, or their mean if they are sampled.
 
-    A repeat whose answer ended with its first token has none; a seed may do that which the next does not.
+    A repeat whose answer ended with its first token has no ratio; with another seed it may have one.
     """
     theirs = {record.repeat: record for record in reference}
     pairs = [(theirs[record.repeat], record) for record in own if record.repeat in theirs]
@@ -366,9 +366,9 @@ def repeat_ratio(
 
 
 def spread(pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], less: float = 0.0) -> Spread | None:
-    """The pooled ratio of ms a token, `less` this, of each repeat: the mean over domains. None of a single repeat.
+    """Each repeat's pooled ratio of ms a token, minus `less`, averaged over domains. None if there is only one repeat.
 
-    pairs: by domain, the reference's records and one's own
+    pairs: by domain, the reference's records and the arm's own
     """
     ratios = []
     for repeat in dict.fromkeys(record.repeat for _, own in pairs for record in own):
@@ -384,7 +384,7 @@ def spread(pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], less: flo
 
 
 def committed_differences(reference: Sequence[Record], own: Sequence[Record]) -> Tensor:
-    """(prompts,) float64: each prompt's R by `own` less that by `reference`."""
+    """(prompts,) float64: each prompt's R by `own` minus that by `reference`."""
 
     def difference(theirs: Sequence[Record], ours: Sequence[Record]) -> float | None:
         lengths = mean_committed(theirs), mean_committed(ours)
@@ -394,7 +394,7 @@ def committed_differences(reference: Sequence[Record], own: Sequence[Record]) ->
 
 
 def bootstrap(figures: Sequence[Tensor], seed: int) -> Estimate | None:
-    """The mean of the domains' means, resampling prompts within each. figures: (prompts,) of each domain."""
+    """The mean of the domains' means, resampling prompts within each. figures: (prompts,) for each domain"""
     if not all(len(values) for values in figures):
         return None
     mean = statistics.fmean(values.mean().item() for values in figures)
@@ -411,7 +411,7 @@ def bootstrap(figures: Sequence[Tensor], seed: int) -> Estimate | None:
 
 
 def summary(record: Record) -> dict:
-    """A record for JSON, counts in place of its tokens and rounds; widths stay where they were chosen."""
+    """A record for JSON, with counts in place of tokens and rounds; widths stay if the decoder chose them."""
     output = asdict(record.output)
     widths = output.pop("widths")
     counts = {"tokens": len(output.pop("token_ids")), "rounds": len(output.pop("round_lengths"))}
@@ -491,7 +491,7 @@ def speed_table(rows: Sequence[Row]) -> Iterator[str]:
 def shape_table(rows: Sequence[Row], depth: int) -> Iterator[str]:
     """Lines of Markdown: what shape alone gains, N = L nodes as a tree or as a chain (paper, Table 9).
 
-    depth: L; no lines where the run lacks one of the two.
+    depth: L. No lines if the run lacks one of the two.
     """
     arms = {(row.domain, row.arm): row for row in rows}
     found = [(row, arms.get((row.domain, "dflash"))) for row in rows if row.arm == f"cast N={depth}"]
@@ -512,7 +512,7 @@ def shape_table(rows: Sequence[Row], depth: int) -> Iterator[str]:
 
 
 def repeat_table(rows: Sequence[Row], repeats: str) -> Iterator[str]:
-    """Lines of Markdown: how far `repeats`, or seeds if they are such, lie apart; none where there is one alone."""
+    """Lines of Markdown: how far apart repeats are; none if there is only one. repeats: what to call them"""
     found = [row for row in rows if row.repeat_speedup or row.repeat_gain]
     if not found:
         return
@@ -560,7 +560,7 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int = 2
 
 
 def difference_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Whether trees commit more a round than the chain: by the interval over all domains."""
+    """Whether trees commit more a round than the chain, by the interval over all domains."""
     for row in rows:
         found = row.R_difference
         if row.domain == MEAN and found and found.low is not None:

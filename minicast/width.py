@@ -5,7 +5,7 @@ of width N commits 1 + g(N) tokens a round, g(N) = rho_1 + ... + rho_N, and a ro
 
     l(N) = draft + h(N) + target(1 + N) milliseconds,
 
-h(N) being what packing and gathering cost and, up to N = L, scoring one more of the block's L positions a node. The
+h(N) being the cost of packing, gathering and, up to N = L, scoring one more of the block's L positions a node. The
 next node takes l(N+1) - l(N), and in that time the decoder, at its throughput f(N) = (1 + g(N)) / l(N), would have
 produced f(N) · (l(N+1) - l(N)) tokens. So it is worth adding, if and only if
 
@@ -13,10 +13,10 @@ produced f(N) · (l(N+1) - l(N)) tokens. So it is worth adding, if and only if
 
 Where cost is affine, with c1 ms a node, the first N that fails this is the best one (Theorem 2). Where it bends or
 steps, at a kernel's tile or a captured bucket, throughput may rise again, and the best of all such N is taken.
-Autoregressive decoding is not in that family, for it does not pay the drafter: it is N = 0, compared last.
+Autoregressive decoding does not run the drafter, so the rule does not cover it: it is N = 0, compared last.
 
-The rule predicts; what a text then turns out to be worth is in `back_off`, and who asks for a width, round after
-round, in `policy`.
+The rule predicts. `back_off` follows what a text turns out to be worth; the policies that are asked for a width in
+each round are in `policy`.
 
 This file is arithmetic: it measures nothing and knows no model. Costs are measured in `probe`.
 """
@@ -31,12 +31,12 @@ from numbers import Integral
 from statistics import fmean, linear_regression
 
 MAX_WIDTH = 127  # packed rows n = N + 1 stay within 128, the paper's grid and the widest bucket
-UNINFORMED = 15  # where no cost and no mass can be known
-FIT_FROM = 16    # the paper fits its line from 16 packed rows on: fewer take other kernels
+UNINFORMED = 15  # where neither costs nor masses can be known
+FIT_FROM = 16    # the paper fits its line from 16 packed rows on: fewer rows run other kernels
 
 
 def clamp_width(width: int) -> int:
-    """A width the decoder can run: 0 is AR, and above MAX_WIDTH it is MAX_WIDTH, with a warning."""
+    """A width the decoder can run: 0 is AR; above MAX_WIDTH it becomes MAX_WIDTH, with a warning."""
     if not isinstance(width, Integral) or width < 0:
         raise ValueError(f"a width is a whole number, 0 (AR) to {MAX_WIDTH}, not {width!r}")
     if width > MAX_WIDTH:
@@ -77,9 +77,8 @@ class CostModel:
     def at(self, n: int) -> float:
         """Milliseconds of a pass over n rows, or over the bucket that n is padded to.
 
-        As measured where it was measured, and on straight lines between. Beyond the ends it goes on from the
-        last point with the fitted slope: above, never downwards; below, never under what n rows would take if the
-        smallest pass were shared out by the row.
+        Measured values, linear in between. Beyond the ends it continues from the last point with the fitted slope;
+        but above it never falls, and below it is never less than n rows' share of the smallest pass.
         """
         if self.buckets and n <= self.buckets[-1]:
             n = self.buckets[bisect_left(self.buckets, n)]
@@ -112,7 +111,7 @@ def best_drafted(masses: Sequence[float], times: Sequence[float]) -> int:
     """
     committed = list(accumulate(masses, initial=1.0))  # 1 + g(N)
     throughput = [R / ms for R, ms in zip(committed, times)]
-    # Where cost is affine, this is the first N that fails the rule (Theorem 2); else the best of all that fail it.
+    # Where cost is affine, this is the first N that fails the rule (Theorem 2), elsewhere the best of those that do.
     return max(range(1, len(masses) + 1), key=lambda N: (throughput[N], N), default=0)
 
 
@@ -153,7 +152,7 @@ class Decision:
 
     @property
     def expected(self) -> float:
-        """R at drafted_width by the best knowledge."""
+        """R at drafted_width: the recorded one if there is one."""
         return self.promised if self.recorded is None else self.recorded
 
     def lines(self) -> list[str]:
@@ -195,8 +194,8 @@ def decide(
 ) -> Decision:
     """N* with its reasons.
 
-    The scores rank candidates well and promise too much. So where it is known how often rounds accepted the
-    candidate of each rank, that decides between drafting and AR; how wide to draft is left to the masses (paper).
+    The scores rank candidates well but promise too much. So if it is known how often the candidate of each rank
+    was accepted, that decides between drafting and AR; how wide to draft is still left to the masses (paper).
 
     chain_masses: those of the top-1 prefix at each depth, 1 to L, or the shares accepted
     accepted: shares by rank, as long as masses
