@@ -1,7 +1,7 @@
 """Whether answers are the target's own (paper, Appendix D.2).
 
-Methods round differently, since a product over n rows is another sum than one over a single row. So where two
-texts differ, or a token is not the target's best, the gap between the scores says whether rounding explains it.
+Methods round differently, since a product over n rows adds up in another order than one over a single row. So where
+two texts differ, or a token is not the target's best, the gap between the scores says whether rounding explains it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,9 @@ AUDIT_BOUNDS = {torch.float32: NEAR_TIE, torch.bfloat16: 0.25}  # largest gap th
 def first_departure(
     target: Target, prompt_ids: Sequence[int], reference: list[int], answer: list[int], options: dict
 ) -> Departure | None:
-    """Where `answer` leaves `reference`; `options` tell how tokens were chosen.
+    """Where `answer` leaves `reference`; options: how tokens were chosen
 
-    The stochastic verifier draws from the same law, not the same tokens: its samples are not compared.
+    The stochastic verifier draws other tokens from the same law: its samples are not compared.
     """
     params = Options(**options).sampling
     if answer == reference or (not params.greedy and options.get("verifier") == "stochastic"):
@@ -45,7 +45,7 @@ def first_departure(
 
 
 def is_failure(departure: Departure | None, dtype: torch.dtype) -> bool:
-    """Whether rounding cannot explain this departure. In half precision it explains more: never a failure."""
+    """Whether rounding cannot explain this departure. In half precision it may always, so nothing is a failure there."""
     return departure is not None and dtype == torch.float32 and departure.gap > NEAR_TIE
 
 
@@ -61,7 +61,7 @@ def next_scores(target: Target, token_ids: Sequence[int], count: int) -> Tensor:
 def audit(target: Target, prompt_ids: Sequence[int], answer: Sequence[int]) -> list[Departure]:
     """Where a greedy answer's token is not the target's best, given all before it; gap: by how much.
 
-    This knows no method, no cache and no tree: a fault that all methods share shows here, too.
+    This uses no method, cache or tree, so it also finds faults that all methods share.
     """
     if not answer:
         return []
@@ -100,8 +100,8 @@ class Audit:
     """What the audit of a run found.
 
     Attributes:
-        answers, tokens: how many were audited, equal answers to a prompt once
-        dtype, bound: the largest gap that rounding may explain in it
+        answers, tokens: how many were audited, equal answers to a prompt counted once
+        dtype, bound: the precision, and the largest gap that rounding may explain in it
     """
 
     answers: int

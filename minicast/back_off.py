@@ -1,8 +1,8 @@
 """When drafting does not pay after all: pauses, in which AR decodes, for a poor head or a hard text.
 
 The rule of `width` decides once, for all texts, on times that a probe took in a second or two. While an answer is
-decoded, two things are learned: how rounds compare with AR in use (`Pace`), and what rounds are worth (`Trust`). With
-both, `BackOff` sees to it that an answer loses no more than a few tokens' time.
+decoded, two things are learned: how long rounds take against AR (`Pace`), and what they are worth (`Trust`). From
+both, `BackOff` makes sure that an answer loses no more than a few tokens' time.
 
 This file is arithmetic, as `width` is.
 """
@@ -14,24 +14,24 @@ from statistics import median
 
 from minicast.width import Decision
 
-COMPARED, COMPARED_LEAST = 9, 3  # latest comparisons kept, by their median; with fewer the probe's word stands
-COMPARE_FIRST, COMPARE_EVERY = 6, 48  # drafted rounds until AR runs for one: while there are too few, and later
-NEIGHBOURS = 5  # drafted rounds, the last before AR, that it is compared with, by their median
+COMPARED, COMPARED_LEAST = 9, 3  # the median of the latest comparisons counts; with fewer than 3, the probe's times
+COMPARE_FIRST, COMPARE_EVERY = 6, 48  # drafted rounds before AR runs for a comparison: while there are too few, and later
+NEIGHBOURS = 5  # AR is compared with the median of this many drafted rounds just before it
 
 
 @dataclass
 class Pace:
-    """How much longer than a probe predicted drafted rounds take in use, in units of AR's.
+    """How much longer drafted rounds take in use than a probe predicted, relative to AR.
 
     A probe lasts a second or two. On a shared machine memory and cores gain and lose a tenth or two within seconds.
-    AR is bound by memory, drafted rounds more by the cores; both slow down together, so that only rounds that ran
-    next to each other can be compared, and how they compare drifts within half a minute or so. Hence all rounds are
-    timed as they run, and now and then AR decodes two tokens only to be compared. The second of them counts: on a CPU
-    the first AR round after a drafted one is up to a twentieth slower than those that follow.
+    AR is bound by memory, drafted rounds more by the cores. Both slow down together, so only rounds that ran next to
+    each other can be compared, and the ratio drifts within half a minute or so. Hence all rounds are timed as they
+    run, and now and then AR decodes two tokens just for a comparison. The second of them counts: on a CPU the first AR
+    round after a drafted one is up to a twentieth slower than those that follow.
 
     Attributes:
-        ratios: at each of the latest changes from drafting to AR, a drafted round's time over AR's, both over what was
-            predicted of them
+        ratios: at each of the latest changes from drafting to AR, a drafted round's time over AR's, each first divided
+            by its prediction
         since: drafted rounds since the latest comparison
     """
 
@@ -48,14 +48,14 @@ class Pace:
 
     @property
     def correction(self) -> float:
-        """What to multiply a drafted round's predicted time with, in units of AR's."""
+        """Factor on a drafted round's predicted time, in units of AR's."""
         return median(self.ratios) if len(self.ratios) >= COMPARED_LEAST else 1.0
 
     def begin(self) -> None:
-        """Another answer: its rounds are no neighbours of those before.
+        """Another answer: its rounds are not neighbours of those before.
 
-        Where the last one compared nothing, the oldest comparison is forgotten. Else an accident that silenced drafting
-        would outlast it: without drafts there are no new comparisons.
+        If the last answer compared nothing, the oldest comparison is forgotten. Otherwise one accident could silence
+        drafting for good: without drafts there are no new comparisons.
         """
         if self.ratios and not self._compared:
             self.ratios.popleft()
@@ -79,8 +79,8 @@ class Pace:
             self.since = 0
 
 
-TRUSTED_FROM = 24.0  # tokens that masses must have promised before what comes of it is known
-MEMORY = 64          # drafted rounds that are looked back, or so: older ones fade
+TRUSTED_FROM = 24.0  # tokens that masses must have promised before their worth counts as known
+MEMORY = 64          # about how many drafted rounds are remembered: older ones fade
 LENT = 4.0           # tokens that an answer may be credited beyond those it committed: 3 % of 128
 
 
@@ -90,10 +90,10 @@ class Trust:
 
     Two signals tell how hard a text is for the drafter: what its rounds accept, and the sum of their masses, which
     predicts that with less noise. But masses are off by a factor that depends on the head, learned here, and they may
-    be wrong about a text: so at most LENT tokens an answer are credited on masses alone.
+    be wrong about a text. So at most LENT tokens an answer are credited on masses alone.
 
     Attributes:
-        promised, accepted: tokens, sums over the drafted rounds of late
+        promised, accepted: tokens, summed over recent drafted rounds
         lent: tokens credited in this answer, less those committed
     """
 
@@ -103,13 +103,13 @@ class Trust:
 
     @classmethod
     def of(cls, decision: Decision | None) -> "Trust":
-        """As it was recorded of the pair; none yet where it was not."""
+        """As recorded for the pair; if it was not, nothing is known yet."""
         if decision is None or decision.recorded is None:
             return cls()
         return cls(MEMORY * (decision.promised - 1.0), MEMORY * (decision.recorded - 1.0))
 
     def credit(self, committed: int, promised: float) -> float:
-        """The R to be expected of a round whose masses sum up to `promised` and which committed R; both are learned from."""
+        """The R to expect of a round that committed R and whose masses sum to `promised`; learns from both."""
         expected = float(committed)
         if self.promised >= TRUSTED_FROM:
             expected = min(1.0 + promised * self.accepted / self.promised, committed + LENT - self.lent)
@@ -119,13 +119,13 @@ class Trust:
         return expected
 
 
-BUDGET = 1.0       # AR tokens of time that an answer at least may lose before drafting pauses: 0.8 % of 128
-RECORDED_BUDGET = 2.0  # the same where it was recorded that drafting pays, or nearly: texts may begin hard
-BANK = 6.0         # most that good rounds save up: with more a text that turns hard, or the next one, is noticed late
-TRY_SHARE = 0.01   # of the AR time before it, what the first try after a pause may lose
-RECORDED_TRY_SHARE = 0.02  # the same where it was recorded that drafting pays, or nearly: the alarm may have been false
-NEARLY = 0.85      # of the R that pays: above this share of it, many texts do pay, though the average does not
-TOLERANCE = 1e-9   # sums of rounded numbers may miss their mark by so much
+BUDGET = 1.0       # time in AR tokens that any answer may lose before drafting pauses: 0.8 % of 128
+RECORDED_BUDGET = 2.0  # the same if recorded rounds say that drafting pays, or nearly: texts may begin hard
+BANK = 6.0         # most that good rounds save up: with more, a text that turns hard is noticed too late
+TRY_SHARE = 0.01   # what the first try after a pause may lose, as a share of the AR time before it
+RECORDED_TRY_SHARE = 0.02  # the same if recorded rounds say that drafting pays, or nearly: the alarm may have been false
+NEARLY = 0.85      # above this share of the R that pays, many texts do pay, though the average does not
+TOLERANCE = 1e-9   # for rounding in sums
 
 
 @dataclass
@@ -133,22 +133,22 @@ class BackOff:
     """Leaves drafting for a while when it does not pay, so that a poor head or a hard text costs little.
 
     The rule decides for all texts at once; this looks at the text at hand. It keeps a purse, in units of the
-    time AR takes for one token. A drafted round earns the R tokens that were to be expected of it, see `Trust`, and
-    spends its own time; it only takes place if the purse could pay for it even if nothing were accepted. Otherwise
-    AR decodes k tokens, then there is money for one more try; k doubles with each failure in a row. (A sum that is
-    kept below a cap and raises an alarm at a limit is Page's test for a change of mean, the quickest for
-    its rate of false alarms.)
+    time AR takes for one token. A drafted round earns the R tokens to be expected of it, see `Trust`, and spends its
+    own time. It only runs if the purse could pay for it even if nothing were accepted. Otherwise AR decodes k tokens,
+    after which the purse has enough for one more try; k doubles with each failure in a row. (A sum that is kept below
+    a cap and raises an alarm at a limit is Page's test for a change of mean, the quickest for its rate of false
+    alarms.)
 
-    At the worst an answer loses the purse that it began with (or one round, if that is more), what `Trust` lent it, and
-    one try a pause. A head that is no good loses this once and then less and less, as pauses double. What good rounds
-    saved stays for the next answer, where it makes false alarms rarer. A round is charged its predicted time, corrected
-    by `Pace`, since a single measured time may be an accident.
+    At worst an answer loses the purse that it began with (or one round, if that is more), what `Trust` lent it, and
+    one try a pause. A useless head loses this once and then less and less, as pauses double. What good rounds saved
+    stays for the next answer, where it makes false alarms rarer. A round is charged its predicted time, corrected by
+    `Pace`, since a single measured time may be an accident.
 
     Attributes:
         price: what one more round like the last would lose if nothing were accepted
         pace: of rounds whose times were predicted by the same costs
         trust: in the masses of the decoder's drafter
-        try_share: of the AR time before it, what the first try after a pause may lose
+        try_share: TRY_SHARE or RECORDED_TRY_SHARE
     """
 
     purse: float = BUDGET
@@ -157,7 +157,7 @@ class BackOff:
     pace: Pace = field(default_factory=Pace)
     trust: Trust = field(default_factory=Trust)
     try_share: float = TRY_SHARE
-    _pauses: int = 0    # since drafting last filled the purse, or an answer of a pair that pays began
+    _pauses: int = 0    # since drafting last filled the purse, or since an answer of a pair that pays began
 
     @property
     def drafting(self) -> bool:
@@ -167,8 +167,8 @@ class BackOff:
     def begin(self, decision: Decision | None = None) -> None:
         """Another answer. decision: the rule's, with what was recorded of the pair.
 
-        If the pair is known to pay, or nearly, a pause was the text's fault and ends with the answer; otherwise it is the
-        head's, and goes on.
+        If the pair is known to pay, or nearly, a pause was the text's fault and ends with it; otherwise the head's, and it
+        continues.
         """
         self.pace.begin()
         if self.trust.promised == 0:
@@ -186,7 +186,7 @@ class BackOff:
     ) -> None:
         """A round of either kind committed R tokens in `seconds`.
 
-        promised: tokens, the sum of its nodes' masses; predicted were `predicted_ms`, and `ar_ms` for AR
+        promised: tokens, the sum of its nodes' masses; predicted_ms, ar_ms: predicted for this round, and for AR
         """
         self.pace.observe(drafted, 1e3 * seconds / predicted_ms)
         if drafted:

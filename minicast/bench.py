@@ -2,14 +2,13 @@
 
     python -m minicast.bench --prompts FILE... --methods ar,dflash,cast --widths 7,15,auto
 
-All methods run in one loop on every prompt, in random order, caches empty before each, and their tokens are
-compared, sampled ones too: the same seed gives the same text by every method. On a machine shared with others let
-them take turns of a few tokens (--turn). Reported are the paper's decode-only time, beside it the wall time from
-prompt to last token, and the streaming floor of this machine, measured in the same run. A killed run goes on where
-it was.
+All methods run in one loop on every prompt, in random order, each with empty caches, and their tokens are compared,
+sampled ones too: the same seed gives the same text by every method. On a shared machine let them take turns of a few
+tokens (--turn). It reports the paper's decode-only time, the wall time from prompt to last token, and the streaming
+floor of this machine, measured in the same run. A killed run resumes where it was.
 
-The clocks of an answer are in `minicast.decode`, the definitions of the figures in `minicast.figures`, the machine
-beside them in `minicast.machine`, whether the tokens are right in `minicast.audit`, tables in `minicast.report`.
+An answer's clocks are in `minicast.decode`, the definitions of figures in `minicast.figures`, measurements of the
+machine in `minicast.machine`, checks of the tokens in `minicast.audit`, tables in `minicast.report`.
 """
 
 from minicast.program import (
@@ -56,7 +55,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "seed")
 
 @dataclass(frozen=True)
 class Arm:
-    """One competitor: a method, and the width N, "auto" or "round", where it is asked for one."""
+    """One competitor: a method with its width, N, "auto" or "round", if it takes one."""
 
     method: str
     width: int | str = 0
@@ -73,7 +72,7 @@ def answer(decoder: Decoder, arm: Arm, prompt_ids: Sequence[int], options: dict)
     yield from decoder.stream(prompt_ids, method=arm.method, width=arm.width, **options)
 
 
-def measure(decoder: Decoder, arm: Arm, prompt_ids: Sequence[int], options: dict) -> Output:
+def measure_answer(decoder: Decoder, arm: Arm, prompt_ids: Sequence[int], options: dict) -> Output:
     """One answer from empty caches, to its end."""
     for _ in answer(decoder, arm, prompt_ids, options):
         pass
@@ -85,9 +84,9 @@ def race(
 ) -> dict[Arm, Output]:
     """Every arm's answer, in random order; outputs in that of `decoders`.
 
-    turn: tokens that an arm decodes before it is another's turn, if each has a decoder of its own. What slows the
-        machine for a second then slows all arms, and their clocks stand while others have their turn. The first round
-        of a turn is a little slower, so let turns be of 16 tokens or so. None: a whole answer
+    turn: tokens that an arm decodes before the next one's turn; each then needs its own decoder. What slows the
+        machine for a second then slows all arms, and an arm's clock stops while others have their turn. The first
+        round of a turn is a little slower, so make turns 16 tokens or so. None: a whole answer
     """
     running = {arm: answer(decoder, arm, prompt_ids, options) for arm, decoder in decoders.items()}
     outputs = {}
@@ -107,18 +106,18 @@ def race(
 def warm_up(decoders: dict[Arm, Decoder], prompt_ids: Sequence[int], options: dict) -> None:
     """A few untimed tokens of each arm: the first products of a shape cost more than later ones.
 
-    The widest first: of CUDA graphs, smaller ones then fit where larger ones left room.
+    The widest goes first: smaller CUDA graphs can reuse the memory of larger ones.
     """
 
     def widest(arm: Arm) -> int:
-        return arm.width if isinstance(arm.width, int) else MAX_WIDTH  # as far as "auto" and "round" may go
+        return arm.width if isinstance(arm.width, int) else MAX_WIDTH  # "auto" and "round" may go that far
 
     for arm in sorted(decoders, key=widest, reverse=True):
-        measure(decoders[arm], arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
+        measure_answer(decoders[arm], arm, prompt_ids, options | {"max_new_tokens": WARM_UP_TOKENS})
 
 
 def check_compiled(decoders: Iterable[Decoder]) -> None:
-    """UserError where layers that should be compiled ran as they are written: their times are another measurement."""
+    """UserError where layers that should be compiled ran uncompiled: their times would be another measurement."""
     for decoder in decoders:
         if decoder.state.body.layer and not decoder.state.compiled:
             raise UserError("layers did not compile, for the reason above: repair that, or measure them with --eager")
@@ -142,18 +141,18 @@ def compared(
 def show_comparison(
     decoder: Decoder, tokenizer, prompt_ids: Sequence[int], width: int | str, options: dict, screen, as_json: bool
 ) -> int:
-    """All methods on one prompt, those that have one with this width: the text on the screen, then a line for each; or JSON,
-    which is of figures alone.
+    """All methods on one prompt, with this width if they take one: the text on the screen, then a line for each method;
+    or JSON, figures only.
 
-    Ctrl-C or an error ends it early: what was finished, or else the text so far, is shown, and the error raised again.
-    Returns the exit status: 1 where a method's text is wrong.
+    Ctrl-C or an error ends it early: it shows what was finished, or else the text so far, and raises the error again.
+    Returns the exit status: 1 if a method's text is wrong.
     """
     arms = [Arm(method, 0 if method in UNSIZED else width) for method in METHODS]
     outputs, ended = {}, None
     try:
         warm_up(dict.fromkeys(arms, decoder), prompt_ids, options)
         for arm in arms:
-            outputs[arm] = measure(decoder, arm, prompt_ids, options)
+            outputs[arm] = measure_answer(decoder, arm, prompt_ids, options)
     except (KeyboardInterrupt, UserError) as error:
         ended = error
     records = compared(decoder, outputs, prompt_ids, options) if outputs else []
@@ -172,10 +171,10 @@ def show_comparison(
 
 
 class Journal:
-    """Finished prompts on disk, a line each, so that a killed run goes on where it was.
+    """Finished prompts on disk, a line each, so that a killed run resumes where it was.
 
-    The first line holds the settings: only a run with the same ones continues. A line that the kill cut short
-    is dropped. Without a path nothing is kept.
+    The first line holds the settings: only a run with the same settings resumes. A line cut short by the kill is
+    dropped. Without a path nothing is kept.
     """
 
     def __init__(self, path: Path | None, settings: dict):
@@ -183,7 +182,7 @@ class Journal:
         self.records: list[Record] = []
         if path is None:
             return
-        settings = json.loads(json.dumps(settings))  # as they come back from the file
+        settings = json.loads(json.dumps(settings))  # as they will be read from the file
         complete = []
         if path.exists():
             *complete, _ = path.read_bytes().split(b"\n")
@@ -218,11 +217,11 @@ class Journal:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides what is run.
+    """Everything that decides what is run.
 
     Attributes:
         seed: of samples (each repeat adds 1), the arms' order and the bootstrap
-        options: of `Decoder.stream`, less those of the arm, the question and the repeat
+        options: of `Decoder.stream`, without those that arm, question and repeat decide
         turn: see `race`
     """
 
@@ -250,14 +249,14 @@ def run_plan(decoders: dict[Arm, Decoder], plan: Plan, journal: Journal) -> None
                 bar.set_description(question.domain)
                 options, draw = plan.asked(index, repeat), random.Random(f"{plan.seed} {repeat} {index}")
                 outputs = race(decoders, question.prompt_ids, options, plan.turn, draw)
-                check_compiled(decoders.values())  # a shape that came up only now
+                check_compiled(decoders.values())  # again: a new shape may have come up
                 where = {"domain": question.domain, "prompt": index, "repeat": repeat}
                 journal.append(compared(first, outputs, question.prompt_ids, options, **where))
                 bar.update()
 
 
 def conclude(decoders: dict[Arm, Decoder], plan: Plan, records: list[Record], **measured) -> Report:
-    """The report on finished records, with what takes one more answer; measured: the report's other fields."""
+    """The report on finished records, with what takes one more answer to measure; measured: the report's other fields."""
     decoder = next(iter(decoders.values()))
     dtype = decoder.target.dtype
     autoregressive = [record for record in records if record.arm == "ar"]
@@ -281,7 +280,7 @@ def conclude(decoders: dict[Arm, Decoder], plan: Plan, records: list[Record], **
 
 
 def outside_shares(decoders: dict[Arm, Decoder], plan: Plan, records: Sequence[Record]) -> dict[str, float]:
-    """By arm, the share of a round outside the models, in the first answer that had rounds; no arm without one."""
+    """By arm, the share of a round outside the models, in its first answer with rounds; arms with none are left out."""
     shares = {}
     for arm, decoder in decoders.items():
         for record in records:
@@ -294,7 +293,7 @@ def outside_shares(decoders: dict[Arm, Decoder], plan: Plan, records: Sequence[R
 
 
 def costs_used(decoders: dict[Arm, Decoder]) -> dict[int, Costs]:
-    """What auto went by, or round; they differ only where each probed for itself and the machine disturbed it."""
+    """The costs that auto used, or else round; they differ only if each probed for itself and was disturbed."""
     by_name = sorted(decoders, key=str)  # auto before round
     deployments = [decoders[arm].deployment for arm in by_name if decoders[arm].deployment]
     return dict(sorted(deployments[0].costs.items())) if deployments else {}
@@ -364,13 +363,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def beside(file: Path, suffix: str) -> Path:
-    """The file of this suffix that belongs to --out: in the place of .json, or after another name's end."""
+    """The file of this suffix that belongs to --out: the suffix replaces .json, or is appended to any other name."""
     return file.with_name(file.name.removesuffix(".json") + suffix)
 
 
 def check_outputs(file: Path) -> None:
-    """UsageError where the JSON file or one beside it cannot be put, or would replace what is of no bench; a note
-    where there is a report already.
+    """UsageError if the JSON file or one beside it cannot be written, or would replace a file not from bench; a note if
+    there is a report already.
     """
     check_file(file, "--out")
     if file.suffix == ".md":
@@ -388,14 +387,14 @@ def check_outputs(file: Path) -> None:
 
 
 def decoders_of(arms: Sequence[Arm], target: Target, draft: DraftHead | None, arguments) -> dict[Arm, Decoder]:
-    """One for all arms, or, where they take turns, one for each."""
+    """One decoder for all arms or, where they take turns, one for each."""
     count = len(arms) if arguments.turn else 1
     made = [Decoder(target, draft, compile=arguments.compile, attention=arguments.attention) for _ in range(count)]
     return {arm: made[place % count] for place, arm in enumerate(arms)}
 
 
 def check_lengths(questions: Sequence[Question], context: int) -> None:
-    """UsageError for a prompt that leaves its answer no room, before hours go into those that do."""
+    """UsageError for a prompt that leaves its answer no room, before hours are spent on the others."""
     for question in questions:
         prompt, answer = len(question.prompt_ids), question.max_new_tokens
         if prompt + answer > context:
@@ -481,20 +480,20 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def deliver(report: Report, journal: Journal, out: Path | None) -> int:
-    """The report to its files, its table to stdout; the journal has then served. Returns the exit status."""
+    """Write the report to its files and its table to stdout, then remove the journal. Returns the exit status."""
     if out:
         try:
             write_atomically(out, report.to_json())
             write_atomically(beside(out, ".md"), report.to_markdown())
         except OSError:
-            print(report.to_markdown(), end="", flush=True)  # and the journal stays: the same command can write it again
+            print(report.to_markdown(), end="", flush=True)  # the journal stays, so the same command can try again
             raise
         print(f"bench: wrote {out} and {beside(out, '.md').name}", file=sys.stderr)
     journal.remove()
     try:
         print(report.to_markdown(), end="", flush=True)
     except Unwritable:
-        if not out:  # it is nowhere else
+        if not out:  # else the files have it
             print(report.to_markdown(), end="", file=sys.stderr)
         raise
     for failure in report.failures:

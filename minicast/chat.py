@@ -2,7 +2,7 @@
 
 Every turn sends the whole conversation, and the decoder keeps the longest prefix that both its caches, the target's
 and the drafter's (paper, §2, Round state), already hold: a turn prefills little more than its own message. This
-module only sees to it that the ids begin the same way. How they are decoded is in `decode`.
+module only makes sure that the ids begin the same way. How they are decoded is in `decode`.
 """
 
 import sys
@@ -40,18 +40,18 @@ class Turn:
 class Conversation:
     """What was said, in the two forms that the next turn needs.
 
-    The chat template decides what the model reads. It is rendered anew for each turn, but where its text only adds to
-    what was said, the ids of that stay: those that the model chose, which its caches hold. A tokenizer may split the
-    same text another way. Where the template rewrites history (some leave out what the model thought), all of it is
-    tokenised anew, and reuse ends where the ids first differ.
+    The chat template decides what the model reads, and is rendered again for each turn. If its text only adds to what
+    was said, the earlier ids stay: the caches hold what the model chose, and a tokenizer may split the same text in
+    another way. If the template rewrites history (some leave out the model's thoughts), all of it is tokenised again,
+    and reuse ends where the ids first differ.
 
     Attributes:
-        messages: for the template, system prompt aside
-        text, ids: the same as the template's text, special tokens and all, and as token ids
+        messages: for the template, without the system prompt
+        text, ids: the same as the template's text, including special tokens, and as token ids
     """
 
     def __init__(self, tokenizer: Tokenizer, system: str | None = None, enable_thinking: bool = False):
-        """UserError where the chat template is missing, or refuses the system prompt."""
+        """UserError if the chat template is missing, or refuses the system prompt."""
         self.tokenizer, self.system, self.enable_thinking = tokenizer, system, enable_thinking
         self.reset()
         self.turn("")
@@ -72,7 +72,7 @@ class Conversation:
         return Turn(message, text, ids)
 
     def keep(self, turn: Turn, reply_ids: list[int]) -> None:
-        """The turn took place, with this reply (its stop id included)."""
+        """Add a finished turn with its reply (stop id included)."""
         reply = self.tokenizer.decode(reply_ids)
         self.messages += [{"role": "user", "content": turn.message}, {"role": "assistant", "content": reply}]
         self.text = turn.text + self.tokenizer.decode(reply_ids, special=True)
@@ -90,14 +90,14 @@ class Chat:
         self.decoder, self.conversation, self.options, self.screen = decoder, conversation, options, screen
         self.interactive = bool(sys.stdin) and sys.stdin.isatty() and screen.stream.isatty()
         self.answers: list[Answer] = []
-        self.refused = False  # a turn was: nobody is there to see it, where there is no terminal but the exit status
+        self.refused = False  # whether a turn was: without a terminal only the exit status can say so
         self.commands = {"/reset": self.reset, "/stats": self.stats, "/help": lambda: note(HELP)}
 
     def run(self) -> int:
-        """Until /quit or the end of input. Returns the exit status; KeyboardInterrupt after a second Ctrl-C in a row
-        where a message is awaited, and after any where there is no terminal."""
+        """Chat until /quit or the end of input. Returns the exit status. KeyboardInterrupt after a second Ctrl-C in a row at
+        the prompt or, without a terminal, after any."""
         if hasattr(sys.stdin, "reconfigure"):
-            sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text: their turn is refused, in words
+            sys.stdin.reconfigure(errors="surrogateescape")  # so that a turn with invalid bytes is refused with a message
         if self.interactive:
             line_editing()
             note("/help lists the commands, /quit leaves")
@@ -136,12 +136,12 @@ class Chat:
         elif message.strip():
             try:
                 self.reply(message)
-            except UserError as error:  # this turn cannot be had; the conversation goes on without it
+            except UserError as error:  # this turn fails; the conversation goes on without it
                 note(f"run.py: {error}")
                 self.refused = True
 
     def reply(self, message: str) -> None:
-        """One turn. It is kept as far as its reply was shown."""
+        """One turn, kept as far as its reply was shown."""
         turn = self.conversation.turn(message)
         length, context = len(turn.ids), self.decoder.target.context
         if length >= context:
@@ -188,7 +188,7 @@ class Chat:
 
 
 def line_editing() -> None:
-    """Arrow keys and history in `input`, and a pasted text of several lines as one message."""
+    """Arrow keys and history in `input`; pasted text of several lines is one message."""
     try:
         import readline
     except ImportError:  # not on every platform

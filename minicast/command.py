@@ -1,6 +1,6 @@
 """What the command lines share: loading a target with its head, failing in one line, naming flags without effect.
 
-Flags are each program's own; how they are read is in `program`. Nothing here knows how text is made or shown.
+Each program defines its own flags; `program` reads them. Nothing here knows how text is made or shown.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from model.tokenizer import Tokenizer
 from model.transformer import Target
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FLAGS = {"compile": "--compile or --eager"}  # of settings that are named otherwise
-OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # "illegal memory access" is none of these
+FLAGS = {"compile": "--compile or --eager"}  # of settings whose flag has another name
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # not "illegal memory access", which is a bug
 
 
 def guarded(program: str, run: Callable[[], int], stopped: str = "") -> int:
-    """The exit status of `run()`. What a user can cause ends in one line on stderr, never in a traceback.
+    """The exit status of `run()`. Errors that a user can cause end in one line on stderr, never in a traceback.
 
-    stopped: what there is to know after Ctrl-C
+    stopped: what to say after Ctrl-C
     """
     warnings.showwarning = lambda message, *where: print(f"{program}: {message}", file=sys.stderr)
     try:
@@ -53,7 +53,7 @@ def guarded(program: str, run: Callable[[], int], stopped: str = "") -> int:
         return 0
     except OSError as error:
         if error.errno in FULL:
-            file = error.filename or "a file"  # a write that fails need not name it
+            file = error.filename or "a file"  # the error of a failed write may not name it
             complain(f"{program}: cannot write {file}: {error.strerror}; free some, or write elsewhere")
         elif error.filename is None:
             raise
@@ -70,7 +70,7 @@ def guarded(program: str, run: Callable[[], int], stopped: str = "") -> int:
 
 
 def read_stdin() -> str:
-    """The prompt from stdin, less its last newline."""
+    """The prompt from stdin, without its last newline."""
     if sys.stdin is None:
         raise UsageError("--prompt -: stdin is closed")
     try:
@@ -82,9 +82,9 @@ def read_stdin() -> str:
 
 
 def note_idle_flags(program: str, arguments: argparse.Namespace, methods: Sequence[str], drafts: bool) -> None:
-    """Say on stderr which of the flags that were given change nothing, and why.
+    """Say on stderr which of the flags given have no effect, and why.
 
-    arguments: of a `Parser`; methods: that run; drafts: a head is needed
+    arguments: from a `Parser`; methods: those that run; drafts: whether a head is needed
     """
     idle = {}
     if arguments.temperature == 0:
@@ -94,7 +94,7 @@ def note_idle_flags(program: str, arguments: argparse.Namespace, methods: Sequen
     if set(methods) <= set(UNSIZED):
         idle[f"on {' and '.join(methods)}, only on cast"] = ["width", "widths", "rank_cap"]
     if not drafts:
-        verifier = ["verifier"] if arguments.temperature > 0 else []  # else it is named above
+        verifier = ["verifier"] if arguments.temperature > 0 else []  # at 0 it is in the list already
         idle["where nothing is drafted"] = ["draft_model", "draft_vocabulary", *verifier]
     if getattr(arguments, "compare", False):
         idle["on --compare, which runs all methods"] = ["method"]
@@ -144,9 +144,9 @@ class Choice:
     """Which checkpoints to load, by any name that `model.hub` resolves.
 
     Attributes:
-        target: the target, and the tokenizer's place
+        target: the target, which the tokenizer comes with
         draft: its head; None: none is needed
-        pair: the entry of the table of known pairs that the target belongs to, if it does
+        pair: the target's entry in the table of known pairs, if it has one
     """
 
     target: str
@@ -155,7 +155,7 @@ class Choice:
 
     @classmethod
     def of(cls, target: str | None, draft: str | None, device: torch.device, drafts: bool) -> "Choice":
-        """From the values of --model and --draft-model, None where not given; `drafts`: a head is needed."""
+        """From the values of --model and --draft-model, None if not given; drafts: whether a head is needed"""
         if target is None:
             pair, hint = hub.default_pair(device.type == "cuda")
             target = pair.name
@@ -163,7 +163,7 @@ class Choice:
                 print(hint, file=sys.stderr)
         else:
             pair = hub.pair_for_target(target)
-        hub.check_name(target, "target")  # a wrong path is the nearer mistake
+        hub.check_name(target, "target")  # a wrong path is the likelier mistake
         if not drafts:
             return cls(target, None, pair)
         if draft is None and pair is None:
@@ -175,7 +175,7 @@ class Choice:
         return cls(target, pair.name if draft is None else draft, pair)
 
     def note_thinking(self, program: str, enabled: bool) -> None:
-        """Say so where the head was trained on answers of the other mode of the chat template."""
+        """Say so if the head was trained on answers in the chat template's other mode."""
         if self.draft and self.pair and self.pair.thinking not in (None, enabled):
             trained = f"the head of {self.pair.name} was trained with{'' if self.pair.thinking else 'out'}"
             print(f"{program}: {trained} --enable-thinking: expect short rounds", file=sys.stderr)
@@ -195,7 +195,7 @@ class Choice:
         vocabulary: how many of the most frequent tokens the head scores; None: all
         """
         draft = None
-        if self.draft:  # first: it is small, and what is wrong with it is told before the target is downloaded
+        if self.draft:  # first: it is small, and its errors are reported before the target is downloaded
             with LoadingBar(f"head of {self.draft}") as bar:
                 draft = load_draft(self.draft, placement.dtype, placement.device, progress=bar)
             frequent = frequent_tokens(draft)[:vocabulary] if vocabulary is not None else []
@@ -215,7 +215,7 @@ class Choice:
 
 
 def frequent_tokens(draft: DraftHead) -> list[int]:
-    """Token ids that lie beside a head, the most frequent first; at least one."""
+    """The token ids listed beside a head, the most frequent first; at least one."""
     file = draft.directory / FREQUENT_TOKENS
     form = '{"tokens": [different token ids, the most frequent first]}'
     if not file.is_file():
@@ -229,7 +229,7 @@ def frequent_tokens(draft: DraftHead) -> list[int]:
 
 
 class LoadingBar:
-    """A bar on stderr, none where that is no terminal. Call it with (bytes done, bytes in all)."""
+    """A bar on stderr if that is a terminal. Call it with (bytes done, bytes in all)."""
 
     def __init__(self, what: str):
         self.what, self.bar = what, None
@@ -254,14 +254,14 @@ class LoadingBar:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the highest so far: of the device where it has its own memory, else of this process."""
+    """The most bytes used so far: on the device if it has its own memory, else by this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
         with open("/proc/self/status") as status:  # ru_maxrss may be the parent's, from before this program
             peak = next(line for line in status if line.startswith("VmHWM"))
         return int(peak.split()[1]) * 1024
-    except (OSError, StopIteration):  # not everywhere is there such a file, or such a line
+    except (OSError, StopIteration):  # not every system has this file, or this line in it
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

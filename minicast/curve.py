@@ -1,7 +1,7 @@
 """The mass curve of a target/draft pair: what its candidates weigh, best first (paper, §3.3).
 
-`replay` records it, beside a head it lies as curve.json, `probe` reads it or else learns it from the rounds it
-decodes, `width` decides by it. One format for all of them: a JSON object with the fields of `MassCurve`.
+`replay` records it; a head ships with it as curve.json; `probe` reads that, or learns the curve from the rounds
+decoded; `width` decides by it. All use one format: a JSON object with the fields of `MassCurve`.
 """
 
 import json
@@ -21,10 +21,10 @@ class MassCurve:
 
     Attributes:
         masses: (MAX_WIDTH,) by rank, best first; chain_masses: (L,) of the top-1 prefix by depth
-        accepted, chain_accepted: likewise, in what share of the rounds the target took that candidate; empty:
-            not known
-        rounds: how many they are means of
-        target, draft, rank_cap: what replay recorded them with, for people; not known where they were learned
+        accepted, chain_accepted: likewise, the share of rounds in which the target took that candidate; empty:
+            unknown
+        rounds: how many rounds these are means of
+        target, draft, rank_cap: what replay recorded them with, for people; None if they were learned
     """
 
     masses: list[float]
@@ -42,7 +42,7 @@ class MassCurve:
 
     @classmethod
     def read(cls, path: Path, depth: int) -> "MassCurve":
-        """From a JSON object with these names; it may lack what was accepted. ValueError if it is none."""
+        """From a JSON object with these fields; those of what was accepted may be missing. ValueError for anything else."""
         try:
             values = {"accepted": [], "chain_accepted": []} | json.loads(path.read_text(encoding="utf-8"))
             names = ("masses", "chain_masses", "accepted", "chain_accepted")
@@ -51,7 +51,7 @@ class MassCurve:
             curve.target, curve.draft, curve.rank_cap = (values.get(name) for name in PROVENANCE)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{error} is missing or of another kind") from error
-        except (OverflowError, RecursionError) as error:  # a number beyond all, or lists in lists without end
+        except (OverflowError, RecursionError) as error:  # a number too large, or lists nested too deep
             raise ValueError(str(error)) from error
         if curve.rounds < 0:
             raise ValueError(f"means of {curve.rounds} rounds are none")
@@ -69,7 +69,7 @@ class MassCurve:
         return curve
 
     def add(self, masses: Sequence[float], depths: Sequence[int]) -> None:
-        """One more round, by the nodes (N,) of its widest tree, best first. The best of a depth is the chain's."""
+        """Add a round by the nodes (N,) of its widest tree, best first. A depth's best node is the chain's."""
         by_depth: dict[int, float] = {}
         for mass, depth in zip(masses, depths):
             by_depth.setdefault(depth, mass)
@@ -81,7 +81,7 @@ class MassCurve:
 
 
 def read_shipped(file: Path, depth: int, otherwise: str) -> MassCurve:
-    """The curve beside a head. UserError if it is none, which tells what happens `otherwise`, without the file."""
+    """The curve beside a head. UserError if it is invalid; otherwise: what happens without the file, for its message"""
     try:
         return MassCurve.read(file, depth)
     except (OSError, ValueError) as error:

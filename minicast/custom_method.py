@@ -1,7 +1,7 @@
-"""What a method that is not built in may return: a tree that can be packed and verified.
+"""What a custom method may return: a tree that can be packed and verified.
 
-A wrong depth would give wrong positions, and another text without a word. Built-in methods cannot make these mistakes,
-so they are not checked.
+A wrong depth would give wrong positions, and silently another text. Built-in methods cannot make these mistakes, so
+they are not checked.
 """
 
 import torch
@@ -12,7 +12,7 @@ from model.errors import UsageError
 
 
 def check_tree(tree, vocabulary: int) -> None:
-    """UsageError, in one line, for what is no tree of at most MAX_WIDTH nodes over `vocabulary` tokens."""
+    """UsageError, in one line, unless it is a tree of at most MAX_WIDTH nodes over `vocabulary` tokens."""
     if not isinstance(tree, Tree):
         raise UsageError(f"a method returns a Tree (see minicast.tree), got {type(tree).__name__}")
     if problem := fault(tree, vocabulary):
@@ -20,12 +20,12 @@ def check_tree(tree, vocabulary: int) -> None:
 
 
 def fault(tree: Tree, vocabulary: int) -> str | None:
-    """What is wrong with a tree, in words; None: nothing."""
+    """What is wrong with a tree, in words; None if nothing is."""
     fields = (tree.tokens, tree.parents, tree.depths, tree.log_mass)
     if not all(isinstance(values, torch.Tensor) and values.dim() == 1 for values in fields):
         return "its fields must be tensors of one dimension"
     if all(len(values) == 0 for values in fields):
-        return None  # whatever its type: torch.tensor([]) is of floats
+        return None  # of whatever type: torch.tensor([]) has floats
     if any(values.dtype not in (torch.int32, torch.int64) for values in fields[:3]):
         return "tokens, parents and depths must be whole numbers, of 32 or 64 bits"
     N = tree.width
@@ -41,11 +41,11 @@ def fault(tree: Tree, vocabulary: int) -> str | None:
     if not tree.log_mass.is_floating_point():
         return "log_mass must be of floating point"
     log_mass = tree.log_mass.float()  # as it is packed
-    if bool((log_mass.isnan() | log_mass.isposinf()).any()):  # NaN would be taken for the drafter's further on
+    if bool((log_mass.isnan() | log_mass.isposinf()).any()):  # NaN would later be blamed on the drafter
         return "a log mass is not a number, or infinite in float32"
-    real = tree.log_mass > -torch.inf  # `pack` leaves out what a builder of fixed shape adds where candidates run out
+    real = tree.log_mass > -torch.inf  # `pack` leaves out what a builder of fixed shape adds when candidates run out
     children = list(zip(tree.parents[real].tolist(), tree.tokens[real].tolist()))
-    if len(set(children)) < len(children):  # Theorem 3 counts on it
+    if len(set(children)) < len(children):  # Theorem 3 needs different ones
         return "two children of a node carry the same token"
     if bool(((tree.tokens < 0) | (tree.tokens >= vocabulary)).any()):
         return f"a token is outside the vocabulary of {vocabulary}"

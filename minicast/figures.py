@@ -5,15 +5,15 @@ t_AR / t, gain t_DFlash / t - 1. Pooled, t is that of a domain's answers togethe
 the mean of their ratios. The mean of prompts is of their own ratios, with a 95 % interval from a bootstrap that
 resamples prompts.
 
-The exception: of the repeats of a prompt the paper takes the mean, here it is the median of their ratios. The two
-answers of a repeat were timed one soon after the other, so on a shared machine a slow moment, or a slow minute,
-changes the median little; a mean it would decide. At T > 0 repeats have seeds, and so texts, of their own. What
-differs between them is then no disturbance, and the mean is taken, as in the paper.
+The exception: over the repeats of a prompt the paper takes the mean, here it is the median of their ratios. The two
+answers of a repeat were timed soon after each other, so on a shared machine a slow moment, or a slow minute, hardly
+changes the median, but would dominate a mean. At T > 0 each repeat has its own seed, and so its own text. Then they
+differ for that reason, not because of a disturbance, and the mean is taken, as in the paper.
 
-How far repeats lie apart is told by the range of their pooled ratios: at T > 0 the paper's range over seeds (Table
+How far apart repeats are is shown by the range of their pooled ratios: at T > 0 the paper's range over seeds (Table
 10), else its run-to-run spread (D.2).
 
-It is arithmetic on records: it decodes nothing and reads no clock.
+This is arithmetic on records: it decodes nothing and reads no clock.
 """
 
 import statistics
@@ -34,8 +34,8 @@ class Departure:
     """Where an answer leaves the reference answer.
 
     Attributes:
-        position: index of the first other token in the answer
-        expected, got: the tokens there; None where an answer has ended
+        position: index of the first token that differs
+        expected, got: the tokens there; None if an answer has ended
         gap: between the target's two best scores there, by one uncached pass: what rounding had to overcome
     """
 
@@ -50,9 +50,9 @@ class Record:
     """One answer, measured.
 
     Attributes:
-        arm: the competitor's name: a method, with its width
+        arm: the competitor's name: a method with its width
         domain, prompt, repeat: prompt is an index into the run's prompts
-        prompt_tokens: their number
+        prompt_tokens: how many the prompt has
         output: tokens, rounds and times
         departure: from the first arm's answer to the same prompt; None if equal, or not comparable
     """
@@ -73,7 +73,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts and its 95 % interval; None where a domain has one prompt, which says nothing of others."""
+    """A mean over prompts and its 95 % interval; None if a domain has a single prompt, which says nothing about others."""
 
     mean: float
     low: float | None
@@ -87,7 +87,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Spread:
-    """A pooled ratio of every repeat by itself: the mean of them, and from where to where they reach."""
+    """The pooled ratios of single repeats: their mean, lowest and highest."""
 
     mean: float
     low: float
@@ -96,18 +96,18 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """An arm in a domain, or, with MEAN for the domain, the means of its rows. None: nothing to divide by.
+    """An arm in a domain or, if the domain is MEAN, the means of its rows. None: there is nothing to divide by.
 
     Attributes:
         ms_per_token: the paper's t; wall_ms_per_token: the same with the time from prompt to last token
         R: tokens committed a round
         round_ms: decoding time over rounds
-        break_even: R at which a round would only just pay: its time in AR steps
+        break_even: R at which a round would just pay: its time in AR steps
         speedup, wall_speedup: AR's ms a token over this one's, by either time, pooled
         prompt_speedup, wall_prompt_speedup: the mean of the prompts' speedups, by either time
-        gain, prompt_gain: DFlash's ms a token over this one's, less 1: pooled, and the mean of prompts
-        repeat_speedup, repeat_gain: the pooled figures repeat by repeat; None of a single one
-        R_difference: the mean over prompts of R less DFlash's
+        gain, prompt_gain: DFlash's ms a token over this one's, minus 1: pooled, and the mean of prompts
+        repeat_speedup, repeat_gain: the pooled figures repeat by repeat; None if there is only one
+        R_difference: the mean over prompts of R minus DFlash's
     """
 
     domain: str
@@ -133,12 +133,12 @@ class Prediction:
     """A width that the decoder chose for itself, beside the best of the fixed ones in the same run.
 
     Attributes:
-        domain: MEAN: over all of them
-        arm: which chose its width
-        width: N of most rounds that drafted; 0, AR: none did
+        domain: MEAN stands for all of them
+        arm: the one that chose its width
+        width: N of most rounds that drafted; 0, AR, if none did
         drafted: share of rounds that drafted
         speedup: over AR, the mean of prompts
-        oracle, oracle_speedup: the fastest arm of a fixed width; AR is one, with N = 0
+        oracle, oracle_speedup: the fastest arm of fixed width, counting AR as N = 0
         gap: how far the oracle is ahead, in points, hundredths of a speedup
         gain_gap: the same in hundredths of a gain over DFlash; None without it
     """
@@ -160,7 +160,7 @@ Cells = dict[tuple[str, str], list[Record]]  # by domain and arm
 def summarise(records: Sequence[Record], seed: int, sampled: bool = False) -> list[Row]:
     """The rows of the table by domain and arm, in the records' order; the averages last.
 
-    seed: of the bootstrap; sampled: T > 0, so repeats are other texts
+    seed: of the bootstrap; sampled: T > 0, so repeats have different texts
     """
     cells = _cells(records)
     rows = [_row(domain, arm, cells, seed, sampled) for domain, arm in cells]
@@ -181,7 +181,7 @@ def _row(domain: str, arm: str, cells: Cells, seed: int, sampled: bool) -> Row:
     return Row(
         domain,
         arm,
-        R=committed(own),
+        R=mean_committed(own),
         ms_per_token=ms_per_token(own),
         wall_ms_per_token=ms_per_token(own, "wall_seconds"),
         round_ms=round_ms(own),
@@ -229,16 +229,16 @@ def _mean_row(arm: str, rows: Sequence[Row], cells: Cells, seed: int, sampled: b
 
 
 def _rival(cells: Cells, domain: str, arm: str, reference: str) -> list[Record]:
-    """The reference's records, where `arm` is measured against it: never against itself, nor AR at all."""
+    """The reference's records, if `arm` is compared with it: no arm is compared with itself, and AR with none."""
     return [] if arm in ("ar", reference) else cells.get((domain, reference), [])
 
 
 def predictions(
     records: Sequence[Record], rows: Sequence[Row], seed: int, sampled: bool = False
 ) -> list[Prediction]:
-    """Of every arm that chose its width, by domain, MEAN last; rows: from `summarise`, as are seed and sampled.
+    """For every arm that chose its width, by domain, MEAN last. rows: from `summarise`; seed, sampled: as for it.
 
-    None without AR and a swept width to compare with.
+    Empty without AR and a swept width to compare with.
     """
     cells = _cells(records)
     speedups = {(row.domain, row.arm): row.prompt_speedup and row.prompt_speedup.mean for row in rows}
@@ -269,14 +269,13 @@ def _prediction(
     """members: the domains that `domain` stands for; speedups: by domain and arm."""
     oracle = max(swept, key=lambda rival: speedups[domain, rival])
     widths = [N for member in members for record in cells[member, arm] for N in record.output.widths]
-    drafted = [N for N in widths if N > 0]
 
     def gap(reference: Sequence[Record], best: Sequence[Record], own: Sequence[Record]) -> float | None:
         speeds = [repeat_ratio(reference, records, sampled) for records in (best, own)]
         return None if None in speeds else 100 * (speeds[0] - speeds[1])
 
     def gaps(reference: str) -> Estimate | None:
-        """By prompt: in a speedup over AR or, as its "less 1" cancels, in a gain over DFlash."""
+        """By prompt: in a speedup over AR or, as the "minus 1" cancels, in a gain over DFlash."""
         names = reference, oracle, arm
         found = [per_prompt(gap, *(cells.get((member, each), []) for each in names)) for member in members]
         return bootstrap(found, seed)
@@ -285,14 +284,19 @@ def _prediction(
     return Prediction(
         domain,
         arm,
-        width=statistics.mode(drafted) if drafted else 0,
-        drafted=len(drafted) / len(widths),
+        width=usual_width(widths),
+        drafted=sum(N > 0 for N in widths) / len(widths),
         speedup=speedups[domain, arm],
         oracle=oracle,
         oracle_speedup=speedups[domain, oracle],
         gap=gaps("ar"),
         gain_gap=gain_gap and gain_gap.mean,
     )
+
+
+def usual_width(widths: Sequence[int]) -> int:
+    """N of most rounds that drafted; 0, AR, if none did."""
+    return statistics.mode([N for N in widths if N > 0] or [0])
 
 
 def chosen_width(arm: str) -> str:
@@ -315,16 +319,16 @@ def round_ms(records: Sequence[Record]) -> float | None:
     return over(seconds * 1e3, sum(len(record.output.round_lengths) for record in records))
 
 
-def committed(records: Sequence[Record]) -> float | None:
+def mean_committed(records: Sequence[Record]) -> float | None:
     """Mean R over all rounds."""
     lengths = [length for record in records for length in record.output.round_lengths]
     return statistics.fmean(lengths) if lengths else None
 
 
 def per_prompt(figure: Callable[..., float | None], *arms: Sequence[Record]) -> Tensor:
-    """(prompts,) float64: a figure of each prompt's records, which are given arm by arm, repeats together.
+    """(prompts,) float64: a figure of each prompt's records, which it gets arm by arm, repeats together.
 
-    A prompt that has no such figure is left out: an answer that ended with its first token has no rounds.
+    A prompt without such a figure is left out: an answer that ended with its first token has no rounds.
     """
 
     def by_prompt(records: Sequence[Record]) -> dict[int, list[Record]]:
@@ -349,9 +353,9 @@ def prompt_ratios(
 def repeat_ratio(
     reference: Sequence[Record], own: Sequence[Record], sampled: bool, timer: str = "decode_seconds"
 ) -> float | None:
-    """That of one prompt: the median of its repeats' ratios, of sampled ones the mean.
+    """One prompt's ratio: the median of its repeats' ratios, or their mean if they are sampled.
 
-    A repeat whose answer ended with its first token has none; a seed may do that which the next does not.
+    A repeat whose answer ended with its first token has no ratio; with another seed it may have one.
     """
     theirs = {record.repeat: record for record in reference}
     pairs = [(theirs[record.repeat], record) for record in own if record.repeat in theirs]
@@ -362,9 +366,9 @@ def repeat_ratio(
 
 
 def spread(pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], less: float = 0.0) -> Spread | None:
-    """The pooled ratio of ms a token, `less` this, of each repeat: the mean over domains. None of a single repeat.
+    """Each repeat's pooled ratio of ms a token, minus `less`, averaged over domains. None if there is only one repeat.
 
-    pairs: by domain, the reference's records and one's own
+    pairs: by domain, the reference's records and the arm's own
     """
     ratios = []
     for repeat in dict.fromkeys(record.repeat for _, own in pairs for record in own):
@@ -380,17 +384,17 @@ def spread(pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], less: flo
 
 
 def committed_differences(reference: Sequence[Record], own: Sequence[Record]) -> Tensor:
-    """(prompts,) float64: each prompt's R by `own` less that by `reference`."""
+    """(prompts,) float64: each prompt's R by `own` minus that by `reference`."""
 
     def difference(theirs: Sequence[Record], ours: Sequence[Record]) -> float | None:
-        lengths = committed(theirs), committed(ours)
+        lengths = mean_committed(theirs), mean_committed(ours)
         return None if None in lengths else lengths[1] - lengths[0]
 
     return per_prompt(difference, reference, own)
 
 
 def bootstrap(figures: Sequence[Tensor], seed: int) -> Estimate | None:
-    """The mean of the domains' means, resampling prompts within each. figures: (prompts,) of each domain."""
+    """The mean of the domains' means, resampling prompts within each. figures: (prompts,) for each domain"""
     if not all(len(values) for values in figures):
         return None
     mean = statistics.fmean(values.mean().item() for values in figures)
@@ -407,7 +411,7 @@ def bootstrap(figures: Sequence[Tensor], seed: int) -> Estimate | None:
 
 
 def summary(record: Record) -> dict:
-    """A record for JSON, counts in place of its tokens and rounds; widths stay where they were chosen."""
+    """A record for JSON, with counts in place of tokens and rounds; widths stay if the decoder chose them."""
     output = asdict(record.output)
     widths = output.pop("widths")
     counts = {"tokens": len(output.pop("token_ids")), "rounds": len(output.pop("round_lengths"))}
@@ -422,7 +426,7 @@ def comparison(records: Sequence[Record]) -> list[dict]:
         asdict(record)
         | {
             "ms_per_token": ms_per_token([record]),
-            "mean_committed_per_round": committed([record]),
+            "mean_committed_per_round": mean_committed([record]),
             "speedup": over(ms_per_token(records[:1]), ms_per_token([record])),
         }
         for record in records
@@ -439,8 +443,8 @@ def comparison_lines(records: Sequence[Record]) -> Iterator[str]:
         verdict = "equal" if record.output.token_ids == first.output.token_ids else "not comparable"
         if record.departure:
             verdict = describe(record.departure)
-        speedup = number(over(ms_per_token([first]), ms_per_token([record])))
-        ms, R = number(ms_per_token([record])), number(committed([record]))
+        speedup = two_decimals(over(ms_per_token([first]), ms_per_token([record])))
+        ms, R = two_decimals(ms_per_token([record])), two_decimals(mean_committed([record]))
         yield f"{record.arm:12} {len(record.output.token_ids):6} {ms:>9} {R:>6} {speedup:>8}  {verdict}"
 
 
@@ -456,7 +460,7 @@ def located(record: Record) -> str:
     return f"{record.arm}, {record.domain} prompt {record.prompt}: {describe(record.departure)}"
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
+def speed_table(rows: Sequence[Row]) -> Iterator[str]:
     """Lines of Markdown."""
     heads = (
         "domain", "method", "ms/token", "wall ms/token", "R", "break-even R",
@@ -468,15 +472,15 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         [
             row.domain,
             row.arm,
-            number(row.ms_per_token),
-            number(row.wall_ms_per_token),
-            number(row.R),
-            number(row.break_even),
-            number(row.speedup),
+            two_decimals(row.ms_per_token),
+            two_decimals(row.wall_ms_per_token),
+            two_decimals(row.R),
+            two_decimals(row.break_even),
+            two_decimals(row.speedup),
             str(row.prompt_speedup or ""),
-            number(row.wall_speedup),
+            two_decimals(row.wall_speedup),
             str(row.wall_prompt_speedup or ""),
-            number(row.gain),
+            two_decimals(row.gain),
             str(row.prompt_gain or ""),
             str(row.R_difference or ""),
         ]
@@ -487,7 +491,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 def shape_table(rows: Sequence[Row], depth: int) -> Iterator[str]:
     """Lines of Markdown: what shape alone gains, N = L nodes as a tree or as a chain (paper, Table 9).
 
-    depth: L; no lines where the run lacks one of the two.
+    depth: L. No lines if the run lacks one of the two.
     """
     arms = {(row.domain, row.arm): row for row in rows}
     found = [(row, arms.get((row.domain, "dflash"))) for row in rows if row.arm == f"cast N={depth}"]
@@ -498,8 +502,8 @@ def shape_table(rows: Sequence[Row], depth: int) -> Iterator[str]:
          "shape gain, pooled", "shape gain, mean of prompts"),
         [
             [
-                tree.domain, tree.arm, number(chain.R), number(tree.R), number(chain.ms_per_token),
-                number(tree.ms_per_token), number(tree.gain), str(tree.prompt_gain or ""),
+                tree.domain, tree.arm, two_decimals(chain.R), two_decimals(tree.R), two_decimals(chain.ms_per_token),
+                two_decimals(tree.ms_per_token), two_decimals(tree.gain), str(tree.prompt_gain or ""),
             ]
             for tree, chain in found
         ],
@@ -508,13 +512,13 @@ def shape_table(rows: Sequence[Row], depth: int) -> Iterator[str]:
 
 
 def repeat_table(rows: Sequence[Row], repeats: str) -> Iterator[str]:
-    """Lines of Markdown: how far `repeats`, or seeds if they are such, lie apart; none where there is one alone."""
+    """Lines of Markdown: how far apart repeats are; none if there is only one. repeats: what to call them"""
     found = [row for row in rows if row.repeat_speedup or row.repeat_gain]
     if not found:
         return
 
     def cells(spread: Spread | None) -> list[str]:
-        return [number(spread.mean), f"{spread.low:.2f} to {spread.high:.2f}"] if spread else ["", ""]
+        return [two_decimals(spread.mean), f"{spread.low:.2f} to {spread.high:.2f}"] if spread else ["", ""]
 
     heads = (f"{figure}, {what}" for figure in ("speedup over AR", "gain over DFlash")
              for what in (f"pooled, mean of {repeats}", f"range over {repeats}"))
@@ -537,26 +541,26 @@ def prediction_table(predictions: Sequence[Prediction]) -> Iterator[str]:
             each.arm,
             str(each.width or "0 (AR)"),
             f"{each.drafted:.0%}",
-            number(each.speedup),
+            two_decimals(each.speedup),
             each.oracle,
-            number(each.oracle_speedup),
+            two_decimals(each.oracle_speedup),
             str(each.gap or ""),
-            number(each.gain_gap),
+            two_decimals(each.gain_gap),
         ]
         for each in predictions
     ])
 
 
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table whose first two columns are names."""
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int = 2) -> Iterator[str]:
+    """A table, line by line. Its first `names` columns are names, aligned left; figures are aligned right."""
     yield f"| {' | '.join(heads)} |"
-    yield "|---|---|" + "---:|" * (len(heads) - 2)
+    yield "|" + "---|" * names + "---:|" * (len(heads) - names)
     for cells in rows:
         yield f"| {' | '.join(cells)} |"
 
 
 def difference_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Whether trees commit more a round than the chain: by the interval over all domains."""
+    """Whether trees commit more a round than the chain, by the interval over all domains."""
     for row in rows:
         found = row.R_difference
         if row.domain == MEAN and found and found.low is not None:
@@ -565,5 +569,5 @@ def difference_lines(rows: Sequence[Row]) -> Iterator[str]:
             yield f"R of {row.arm} less R of dflash, over all prompts: {found}, an interval that {verdict}"
 
 
-def number(value: float | None) -> str:
+def two_decimals(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"

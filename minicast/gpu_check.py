@@ -1,17 +1,17 @@
-"""Everything to ask of a GPU in one short visit: `python -m minicast.bench --gpu-check --out DIR`.
+"""Everything to check and measure on a GPU in one short visit: `python -m minicast.bench --gpu-check --out DIR`.
 
-Stages run in order, each in a process of its own under its own time limit, so that one that hangs or leaves
-the device broken costs nobody else's result. What a stage finds is written at once, to DIR/gpu-check.json
-and, as a table, DIR/gpu-check.md, after what was measured and how. Models have published
-shapes and random weights: latencies are real, texts are not. `--shape tiny` runs the same stages on a tiny model, on
-any device: a rehearsal, whose figures mean nothing.
+Stages run in order, each in a process of its own under its own time limit, so that one that hangs or breaks the
+device does not cost the others' results. Each finding is written at once, to DIR/gpu-check.json and, as a table below
+what was measured and how, to DIR/gpu-check.md. Models have published shapes and random weights: latencies are real,
+texts are not. `--shape tiny` runs the same stages on a tiny model, on any device: a rehearsal, whose figures mean
+nothing.
 
-A stage fails, and with it the command, if something that has to be right is not; its other figures are written first.
+A stage, and with it the command, fails if something that has to be right is not; its other figures are written first.
 These have to be right: in float32, the tokens of every replayed method, which must equal eager AR's; the noise, which
-depends on the seed alone; attention, within MOST_ERROR. In 16 bits a near-tie may fall either way, so no tokens are
+depends on the seed alone; attention, within MOST_ERROR. In 16 bits a near-tie may go either way, so no tokens are
 compared there.
 
-Beside each time stands its floor: the bytes that the pass has to read, over the copy bandwidth of this device.
+Each time is listed with its floor: the bytes that the pass has to read, over the copy bandwidth of this device.
 """
 
 from minicast.program import Parser, start
@@ -40,6 +40,7 @@ from graphs.masks import BitMask, flex
 from minicast.back_off import BackOff
 from minicast.command import Placement, guarded
 from minicast.decode import Decoder
+from minicast.figures import markdown
 from minicast.methods import Proposal, capturable, no_tree
 from minicast.policy import AutoWidth
 from minicast.probe import Passes
@@ -58,9 +59,9 @@ PROMPT = tuple(range(7, 29))
 OTHERS = ("llama3.1-8b", "qwen3-4b")  # shapes measured beside the one asked for
 
 # Largest error of attention over its largest output, for a prefix of 1,000. Rounding alone makes 3e-3 in bfloat16 and
-# some 5e-6 in float32; one slot missed or seen too much makes 2e-2 or more, and TF32 products in float32 5e-4.
+# some 5e-6 in float32; one slot too few or too many makes 2e-2 or more, and TF32 products in float32 5e-4.
 MOST_ERROR = {torch.bfloat16: 8e-3, torch.float32: 1e-4}
-# Of noise, whose largest values are near 20 and have steps of 2e-6: a device's logarithm may be off by one or two.
+# Largest error of noise. Its largest values, near 20, have steps of 2e-6; a device's logarithm may be off by one or two.
 MOST_NOISE_ERROR = 1e-5
 
 
@@ -72,7 +73,7 @@ class Check:
         name: of the large models' shape
         device, dtype: where and how the large models run
         report: called with a name and a figure; writes it down at once
-        layers: those that were compiled for this stage; one that `failed` ran uncompiled, which is another measurement
+        layers: those compiled for this stage; one that `failed` ran uncompiled, which is another measurement
         wrong: names of figures that had to be right and are not
     """
 
@@ -92,11 +93,11 @@ class Check:
 
     @property
     def longest(self) -> int:
-        """Positions of all caches: the slots of a cache are a shape, and a shape is compiled once for all stages."""
+        """Positions of all caches: a cache's length is a shape, and a single shape is compiled once for all stages."""
         return self.size(16384, 512)
 
     def milliseconds(self, run: Callable[[], object]) -> float:
-        """Of one `run()`, once warm: the median of a few groups, each of some passes in a row."""
+        """One `run()` once warm: the median of a few groups, each of several passes in a row."""
         groups, passes = self.size(5, 1), self.size(10, 1)
         run()
         times = []
@@ -116,22 +117,22 @@ class Check:
 
     def pair(self, name: str) -> tuple[Target, DraftHead]:
         """Models of that shape with random weights."""
-        self.bytes_per_second  # measured before, for its buffers may not fit beside them
+        self.bytes_per_second  # measured first: its buffers may not fit beside the models
         return random_pair(name, self.dtype, self.device)
 
     def require(self, what: str, holds: bool, figure: object = None) -> None:
-        """Report a figure that has to be right, by default whether it is."""
+        """Report a figure that has to be right; without a figure, whether it is."""
         self.report(what, holds if figure is None else figure)
         if not holds:
             self.wrong.append(what)
 
     def timed(self, what: str, ms: float, read: int) -> None:
-        """Report a time beside its floor. read: bytes that the pass cannot do without"""
+        """Report a time with its floor. read: bytes that the pass has to read"""
         floor = read / self.bytes_per_second * 1e3
         self.report(what, {"ms": ms, "floor_ms": floor, "over_floor": ms / floor})
 
     def decoder(self, pair: tuple[Target, DraftHead], **options) -> Decoder:
-        """Rounds replayed from graphs; where there are none, the same static functions uncaptured."""
+        """Rounds replayed from graphs or, without CUDA, the same static functions uncaptured."""
         if self.device.type != "cuda":
             return Decoder(*pair, attention="flex", **options)
         decoder = Decoder(*pair, compile=True, **options)
@@ -139,7 +140,7 @@ class Check:
         return decoder
 
 
-# Bytes a pass cannot do without
+# Bytes that a pass has to read
 
 def cache_bytes(model: Target | DraftHead, positions: int) -> int:
     config, item = model.config, model.norm.weight.element_size()
@@ -157,7 +158,7 @@ def propose_bytes(target: Target, draft: DraftHead, prefix: int) -> int:
 # Stages
 
 def basics(check: Check) -> None:
-    """Versions, what the device can do, and whether the calls that everything rests on work here."""
+    """Versions, what the device can do, and whether the calls that everything depends on work here."""
     report, device = check.report, check.device
     report("torch", torch.__version__)
     if device.type == "cuda":
@@ -186,7 +187,7 @@ def basics(check: Check) -> None:
 def attention_of(check: Check, n: int, prefix: int, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
     """FlexAttention of a random tree's n rows after a prefix, and what it should be in float32: (1, heads, n, D).
 
-    As in a layer, queries are computed by the graph that attends: of its inputs, the compiler knows the strides.
+    As in a layer, queries are computed in the compiled graph: of its inputs the compiler would know the strides.
     """
     slots, D = check.size(4224, 256), check.size(128, 16)
     generator = torch.Generator(check.device).manual_seed(0)
@@ -235,10 +236,10 @@ def tokens(check: Check) -> None:
 
 
 def waits_once(decoder: Decoder, check: Check) -> bool | str:
-    """Replay some rounds where any implicit wait raises. The one explicit wait of a round is not implicit."""
+    """Replay some rounds while any implicit wait raises. The one wait of a round is explicit."""
     if check.device.type != "cuda":
         return "needs CUDA"
-    policy = AutoWidth(15, [1.0] * 16, BackOff())  # nor does it wait for its copy of the masses
+    policy = AutoWidth(15, [1.0] * 16, BackOff())  # copies the masses, without waiting for that either
     rounds = decoder.stream(PROMPT, method="cast", width=policy, max_new_tokens=60)
     next(rounds), next(rounds)
     torch.cuda.set_sync_debug_mode("error")
@@ -273,11 +274,11 @@ def latencies(check: Check) -> None:
 
     def cast_round():
         passes.propose(63)
-        Settled.read(passes.settle(64))  # as in an answer, the next round waits for it
+        Settled.read(passes.settle(64))  # the next round waits for it, as in an answer
 
     round_bytes = draft_bytes + settle_bytes(target, prefix)
     check.timed("round of cast, N = 63", check.milliseconds(cast_round), round_bytes)
-    time_verify(1)  # after what does not need it: its kernels are tuned first, which may take a minute
+    time_verify(1)  # late, because tuning its kernels may take a minute
     for n in (16, 64, 128):
         check.report(f"verify {n} rows over 1 row", verify[n] / verify[1])
     passes.close()
@@ -305,7 +306,7 @@ def profile(check: Check) -> None:
     if check.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         os.environ.setdefault("TEARDOWN_CUPTI", "0")
-        with torch.profiler.profile(activities=activities):  # graphs that are older than the profiler may crash in it
+        with torch.profiler.profile(activities=activities):  # graphs recorded before the profiler's first use may crash
             pass
     pair = check.pair(check.name)
     decoder = check.decoder(pair, max_length=check.longest)
@@ -324,7 +325,7 @@ def profile(check: Check) -> None:
         busy = sum(map(sum, kernels.values()))
         check.report(f"{what}: wall ms", wall)
         count = sum(map(len, kernels.values()))
-        check.require(f"{what}: kernels", count > 0, count)  # some profilers see none, and all time would be between them
+        check.require(f"{what}: kernels", count > 0, count)  # a profiler that sees none would put all time between them
         check.report(f"{what}: ms in kernels", busy)
         check.report(f"{what}: ms between them", wall - busy)
         longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:15]
@@ -351,9 +352,9 @@ def more_latencies(check: Check) -> None:
 
 
 def other_shapes(check: Check, names: Sequence[str], prefix: int) -> None:
-    """As far as they fit: a device that holds the shape it was asked for has passed."""
+    """Those that fit: a device that holds the shape asked for has passed."""
     for name in names:
-        gc.collect()  # compiled code holds weights and caches of the pair before in cycles
+        gc.collect()  # compiled code keeps the previous pair's weights and caches alive in reference cycles
         if check.device.type == "cuda":
             torch.cuda.empty_cache()
         try:
@@ -367,7 +368,7 @@ def other_shape(check: Check, name: str, prefix: int) -> None:
     passes = Passes(check.decoder(pair, max_length=check.longest), prefix, prefix + prefix // 2)
     time_settle(check, passes, 64, f"{name}: verify 64 rows")
     time_propose(check, passes, 63, f"{name}: draft and a tree of 63")
-    time_settle(check, passes, 1, f"{name}: verify 1 rows")  # last: it is long to tune
+    time_settle(check, passes, 1, f"{name}: verify 1 rows")  # last: tuning it takes long
 
 
 def time_settle(check: Check, passes: Passes, n: int, name: str) -> None:
@@ -384,7 +385,7 @@ def kernels(check: Check) -> None:
     heads, kv_heads, D = check.size(32, 4), check.size(8, 2), check.size(128, 16)
     prefix, slots = check.size(1024, 64), check.size(4224, 256)
     dtype, device = check.dtype, check.device
-    # A cache for each repetition, more than the device's L2 holds: in a round, too, it comes from memory.
+    # A cache for each repetition, together more than the device's L2 holds: a round, too, reads it from memory.
     caches = torch.randn(check.size(20, 1), 2, 1, kv_heads, slots, D, dtype=dtype, device=device)
     sweep = {
         64: ({"SPLIT_KV": 4}, {"SPLIT_KV": 16}, {"num_warps": 8}, {"BLOCK_M": 32}, {"BLOCK_N": 128}, {"num_stages": 2}),
@@ -403,14 +404,14 @@ def kernels(check: Check) -> None:
             try:
                 ms = attention_milliseconds(check, q, caches, mask)
                 check.report(name + (" (used)" if not change else ""), ms)
-            except Exception as error:  # a layout that does not compile is a finding, and the next may
+            except Exception as error:  # a layout that does not compile is a finding; the next one may
                 check.report(name, told(error, 80).partition("\n")[0])
-                if isinstance(error, torch.AcceleratorError):  # the device itself failed, and all that follows would
+                if isinstance(error, torch.AcceleratorError):  # the device itself failed, and so would all that follows
                     raise
 
 
 def attention_milliseconds(check: Check, q: Tensor, caches: Tensor, mask: BitMask) -> float:
-    """Of one attention of q (1, Hq, n, D), launching aside: replayed over each of the caches (C, 2, 1, Hkv, S, D)."""
+    """One attention of q (1, Hq, n, D), without launching: replayed over each of the caches (C, 2, 1, Hkv, S, D)."""
     torch._dynamo.reset()
     with torch.no_grad():
         if check.device.type != "cuda":
@@ -425,7 +426,7 @@ def attention_milliseconds(check: Check, q: Tensor, caches: Tensor, mask: BitMas
 
 
 def default_model(check: Check) -> None:
-    """A real pair, where it is on this machine already: real texts, real acceptance."""
+    """A real pair, if it is on this machine already: real texts, real acceptance."""
     from model import hub, load_draft, load_target, load_tokenizer
 
     pair, _ = hub.default_pair(check.device.type == "cuda")
@@ -447,9 +448,9 @@ def default_model(check: Check) -> None:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage and the most seconds it may take, its process's start included.
+    """A stage and the most seconds it may take, including the start of its process.
 
-    rests: whether something rests on its last figures, so that a stage which ran out of time has failed
+    rests: whether its last figures are needed, so that running out of time is a failure
     """
 
     run: Callable[[Check], None]
@@ -457,7 +458,7 @@ class Stage:
     rests: bool = True
 
 
-VISIT = 520  # seconds for all of them, so that the whole stays under nine minutes; what one leaves, later ones may use
+VISIT = 520  # seconds for all stages, to stay under nine minutes in all; later stages may use what earlier ones left
 STAGES = {
     "a": Stage(basics, 75),
     "b": Stage(tokens, 150),
@@ -472,7 +473,7 @@ STAGES = {
 # Running them and keeping what they find
 
 INTERRUPTION = "interrupted, so figures are missing"
-ABOUT = "about"  # in the place of a stage: what was measured, where and how
+ABOUT = "about"  # stands in a stage's place: what was measured, where and how
 
 
 class Findings:
@@ -497,26 +498,26 @@ class Findings:
 
 
 def as_table(found: dict) -> str:
-    """All findings for people: what was measured, then a table a stage."""
+    """All findings for people: what was measured, then a table for each stage."""
     about = found.get(ABOUT, {})
     lines = [f"- {name}: {value}" for name, value in about.items()] + [""] * bool(about)
     for stage, findings in found.items():
         if stage == ABOUT:
             continue
         title = STAGES[stage].run.__doc__.splitlines()[0] if stage in STAGES else stage
-        lines += [f"## {stage}. {title}", "", "| | | floor | over floor |", "|---|---|---|---|"]
+        rows = []
         for name, value in findings.items():
             if isinstance(value, dict):
                 cells = [f"{value['ms']:.3f} ms", f"{value['floor_ms']:.3f} ms", f"{value['over_floor']:.2f}"]
             else:
                 cells = [f"{value:.4g}" if isinstance(value, float) else str(value), "", ""]
-            lines.append(f"| {' | '.join([name, *cells])} |")
-        lines.append("")
+            rows.append([name, *cells])
+        lines += [f"## {stage}. {title}", "", *markdown(("", "", "floor", "over floor"), rows, names=4), ""]
     return "\n".join(lines)
 
 
 def run_stage(stage: str, shape: str, findings: Findings) -> None:
-    """Run one stage in this process. Its error is a finding, and so is what came out wrong."""
+    """Run one stage in this process. Its error is a finding, and so are wrong figures."""
     here = Placement.choose("auto", "auto")  # on a GPU, or rehearsed on the CPU
 
     def report(name: str, value: object) -> None:
@@ -544,7 +545,7 @@ def run_stage(stage: str, shape: str, findings: Findings) -> None:
 
 
 def told(error: BaseException, most: int) -> str:
-    """An error and, before it, the first one of its chain: recording that an error ends raises one that hides it."""
+    """An error and, before it, the first of its chain: an error that ends a recording is hidden by another one."""
     first = error
     while first.__context__ is not None:
         first = first.__context__
@@ -556,7 +557,7 @@ def launch(stage: str, shape: str, findings: Findings, seconds: float) -> None:
     command = [sys.executable, "-m", "minicast.gpu_check", "--stage", stage, "--shape", shape]
     try:
         done = subprocess.run([*command, "--out", findings.json.parent], timeout=seconds)
-        if done.returncode and "failed" not in findings.read().get(stage, {}):  # it had no time to say
+        if done.returncode and "failed" not in findings.read().get(stage, {}):  # it had no time to say so
             findings.add(stage, "failed", f"exit status {done.returncode}")
     except subprocess.TimeoutExpired:
         findings.add(stage, "stopped", f"after {seconds:.3g} s")
@@ -593,7 +594,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _main(argv: Sequence[str] | None = None) -> int:
-    """One stage in its own process, or with none named all of them."""
+    """One stage in its own process or, if none is named, all of them."""
     parser = Parser(prog="python -m minicast.gpu_check", description=__doc__.splitlines()[0])
     parser.add_argument("--stage", choices=STAGES)
     parser.add_argument("--shape", default="qwen3-8b")

@@ -31,8 +31,8 @@ class Floor:
 
     Attributes:
         weight_bytes: what one step streams, in the layout the weights are held in
-        weights: their number
-        bytes_per_second: the best of several reads of as many bytes
+        weights: how many there are
+        bytes_per_second: the fastest of several reads of that many bytes
     """
 
     weight_bytes: int
@@ -50,7 +50,7 @@ class Floor:
 
 
 def measure_floor(target: Target, reads: int = 20) -> Floor:
-    """Sum a buffer of the weights' size a few times. The fastest counts: the floor should not flatter."""
+    """Sum a buffer of the weights' size a few times. The fastest counts, so that the floor is not too high."""
     streamed = weight_bytes(target)
     buffer = torch.ones(streamed // 8, dtype=torch.int64, device=target.device)
     fastest = min(timed(buffer.sum, target.device) for _ in range(reads))
@@ -70,8 +70,8 @@ class Share:
     """Where the time of an answer's rounds went, in seconds.
 
     Attributes:
-        target, head: inside the passes of the target, any use of its LM head included, and of the draft head, with
-            its scores where it has rows of that of its own
+        target: in the target's passes, including any use of its LM head
+        head: in the draft head's passes, including its scores where it has LM head rows of its own
         total: of all rounds, the first draft included
     """
 
@@ -81,14 +81,14 @@ class Share:
 
     @property
     def outside(self) -> float:
-        """Share of the time that is spent in no model: trees, packing, walking, gathering, bookkeeping."""
+        """Share of the time spent outside both models: trees, packing, walking, gathering, bookkeeping."""
         return 1 - (self.target + self.head) / self.total
 
 
 def measure_share(decoder: Decoder, prompt_ids: Sequence[int], **options) -> Share:
-    """Answer once with a clock around every call of a model, of a decoder that replays no graphs.
+    """Answer once with a clock around every call of a model. The decoder must not replay graphs.
 
-    On a GPU the clock waits: rounds are slower.
+    On a GPU the clock waits for the device, so rounds are slower.
     """
     share, device = Share(), decoder.target.device
     clocked = [(decoder.target, "target", ("forward", "logits"))]
@@ -107,7 +107,7 @@ def measure_share(decoder: Decoder, prompt_ids: Sequence[int], **options) -> Sha
 
 @contextmanager
 def clocks(clocked, share: Share, device: torch.device):
-    """While open, add up time inside methods in fields of `share`; clocked is [(module, field, names)]."""
+    """While open, add the time spent in a module's methods to a field of `share`; clocked: [(module, field, methods)]."""
 
     def wrap(function, field_name):
         def run(*arguments):
@@ -127,7 +127,7 @@ def clocks(clocked, share: Share, device: torch.device):
     finally:
         for module, _, names in clocked:
             for name in names:
-                delattr(module, name)  # the instance's; the class's shows again
+                delattr(module, name)  # of the instance: the class's method shows again
 
 
 def measure_tree_builder(builds: int = 200) -> float:
@@ -151,8 +151,7 @@ def processor() -> str:
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """That this thread has run, and that other programs have, or other guests of this machine's host; 0 where no
-    /proc tells. Only what they grow by means something."""
+    """CPU seconds used by this thread, and by everything else on this machine (0 without /proc). Compare two readings."""
     try:
         with open("/proc/stat") as lines:
             ticks = [int(field) for field in lines.readline().split()[1:9]]  # of which 3 and 4 are idle

@@ -1,7 +1,7 @@
 """One round, told step by step (`run.py --explain-round`; paper, Appendix C).
 
-What is told is what happened: `Watcher` is the decoder, and keeps what one of its rounds saw on the way. Nothing is
-drafted, built or verified a second time here.
+It tells what happened: `Watcher` is the decoder, and keeps what one of its rounds saw on the way. Nothing is drafted,
+built or verified a second time here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ class Seen:
 
     Attributes:
         P, root: committed positions, and the id of b, when it began
-        unread: committed positions that the drafter had yet to read
+        unread: committed positions that the drafter had not read yet
         log_q: (L, V), the drafter's scores; None where nothing was drafted
         positions: (n,) RoPE positions of the packed rows
         visible: (n, n), the ancestor mask
@@ -79,7 +79,7 @@ class Watcher(Decoder):
 
             return method(replace(proposal, draft=draft))
 
-        if not (method is best_first and width == 0):  # there the decoder pauses drafting
+        if not (method is best_first and width == 0):  # else the decoder pauses drafting
             request = replace(request, method=watched)
         return super().propose(request, token_ids, width)
 
@@ -97,10 +97,10 @@ class Watcher(Decoder):
 def explain_round(
     decoder: Watcher, tokenizer: Tokenizer, prompt_ids: list[int], options: dict, number: int, screen: Screen
 ) -> None:
-    """Decode up to round `number`, counted from 1, and tell that one.
+    """Decode up to round `number`, counted from 1, and explain that one.
 
     options: method, width and the other options of `Decoder.stream`
-    UsageError where the answer has fewer rounds. Whatever ends it early, the text so far is shown.
+    UsageError if the answer has fewer rounds. Whatever ends it early, the text so far is shown.
     """
     rounds, so_far = 0, []
     try:
@@ -127,7 +127,7 @@ def explain_round(
 
 
 def round_lines(seen: Seen, step: Round, method: str, verifier: str, token_text: TokenText) -> Iterator[Line]:
-    """The round's seven steps, each with its meaning; the verifier is a key of CHOOSES."""
+    """The round's seven steps, each with its meaning; verifier: a key of CHOOSES"""
 
     def name(token: int) -> str:
         return repr(token_text(token))
@@ -218,7 +218,7 @@ def mask_lines(seen: Seen, tokens: list[int], name: Callable[[int], str]) -> Ite
 
 
 def walk_lines(seen: Seen, name: Callable[[int], str]) -> Iterator[Line]:
-    """The target's choice at each row visited, and what the drafter had thought of it."""
+    """The target's choice at each row visited, and how the drafter had ranked it."""
     path, choices = seen.settled.path, [*seen.settled.tokens[1:], seen.settled.next_token]
     for depth, (row, chosen) in enumerate(zip(path, choices)):
         thought = ""

@@ -2,8 +2,8 @@
 
 Legend: V vocabulary size; `shaped` is log p up to a constant per row, the largest of each row being 0.
 
-A token's rank goes by value, equal values by lower id. Everything has static shapes and copies nothing to the host, so
-that a CUDA graph can hold it. Used by `minicast.sampling.shape_logits`, where a request asks for it.
+Tokens rank by value, equal values by lower id. Shapes are static and nothing is copied to the host, so that a CUDA
+graph can hold all of it. Used by `minicast.sampling.shape_logits`, if a request asks for it.
 """
 
 import torch
@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 def keep_top_k(shaped: Tensor, k: int, top_p: float) -> Tensor:
     """Keeps the k best-ranked tokens of each row, and of those the nucleus of top_p; sets the rest to -inf.
 
-    Tokens rank by value, equal values by lower id. The nucleus of a ranked list is its beginning, so top-p
-    only makes k smaller, row by row. shaped: (rows, V), the largest of each row is 0. Returns (rows, V).
+    The nucleus of a ranked list is its beginning, so top-p only makes k smaller, row by row.
+    shaped: (rows, V), the largest of each row is 0. Returns (rows, V).
     """
     values = shaped.topk(k, dim=1).values                                # (rows, k), best first
     count = torch.full_like(values[:, :1], k, dtype=torch.int64)         # (rows, 1)
@@ -46,10 +46,10 @@ _DIGIT_BITS = 11
 def keep_top_p(shaped: Tensor, top_p: float) -> Tensor:
     """Keeps each token whose better-ranked tokens hold less than top_p of the mass; sets the rest to -inf.
 
-    Tokens rank by value, equal values by lower id. Instead of sorting the vocabulary, this looks for the
-    value t at which the mass of the tokens down to t reaches top_p, as a radix select does: values become
-    integer keys in rank order, and each pass adds up mass by one digit of the key and finds the digit of t.
-    Masses are integers, so a row has the same nucleus alone, among other rows, and on another device.
+    Instead of sorting the vocabulary, this looks for the value t at which the mass of the tokens down to t
+    reaches top_p, as a radix select does: values become integer keys in rank order, and each pass adds up mass
+    by one digit of the key and finds the digit of t. Masses are integers, so a row has the same nucleus alone,
+    among other rows, and on another device.
 
     shaped: (rows, V), the largest of each row is 0. Returns (rows, V).
     """
@@ -71,8 +71,8 @@ def keep_top_p(shaped: Tensor, top_p: float) -> Tensor:
         digit = (reached < limit).sum(dim=1, keepdim=True)               # (rows, 1): first bin to reach it
         boundary = boundary + digit - 1
 
-    # Tokens equal to t are alone in its bin by now, with equal mass each: as many of them stay as it takes to
-    # reach the limit. The clamps are for rows of NaN, which have no mass.
+    # By now t's bin holds only tokens equal to t, all of the same mass: as many stay as it takes to reach the
+    # limit. The clamps are for rows of NaN, which have no mass.
     digit = digit.clamp_(1, bins)
     before = reached.gather(1, digit - 1)                                # (rows, 1): mass ranked before t
     equal = keys == boundary                                             # (rows, V)
@@ -81,7 +81,7 @@ def keep_top_p(shaped: Tensor, top_p: float) -> Tensor:
     return _keep(shaped, keys < boundary, equal, (limit - before + each - 1) // each)
 
 
-# Places counted at a time. CUDA counts along one of several long rows step after step, and along short ones all at once.
+# Places counted at a time. CUDA counts several long rows step by step, but short ones all at once.
 _BLOCK = 128
 
 
@@ -95,7 +95,7 @@ def _keep(shaped: Tensor, above: Tensor, equal: Tensor, room: Tensor) -> Tensor:
 
 
 def _count(marked: Tensor) -> Tensor:
-    """How many of a row are marked up to each place, (rows, V) bool -> (rows, V) of integers."""
+    """How many of a row are marked up to each place, (rows, V) bool -> (rows, V) integers."""
     rows, V = marked.shape
     if rows == 1:
         return marked.cumsum(dim=1)

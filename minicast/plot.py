@@ -2,7 +2,7 @@
 
     python -m minicast.plot FILE.json... --out DIR
 
-What a file holds decides what is drawn, after the file's own name:
+A file's content decides what is drawn; pictures are named after the file:
 
     probe     NAME-latency.png    a target pass against packed rows n, with the fitted line (paper, Figure 2);
                                   a bench has one for each prefix P: NAME-latency-P.png with --probe-full, and
@@ -11,7 +11,7 @@ What a file holds decides what is drawn, after the file's own name:
     replay    NAME-lengths.png    R against N, replayed and as the drafter's scores promise
               NAME-scores.png     correction ranks, reliability, masses (paper, Figure 4), shapes (Appendix G)
 
-Nothing is measured here, and only the line is computed.
+Nothing is measured here, and nothing computed but the line.
 """
 
 from minicast.program import Parser, start
@@ -22,10 +22,9 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mode
 
 from minicast.command import guarded
-from minicast.figures import chosen_width
+from minicast.figures import chosen_width, usual_width
 from minicast.prompts import EVERYTHING, MEAN
 from minicast.width import FIT_FROM, CostModel
 from model.errors import UsageError, UserError
@@ -37,7 +36,7 @@ AXES_INCHES = (5.0, 3.6)
 
 
 def new_figure(columns: int = 1, rows: int = 1):
-    """A figure and its axes, row by row. matplotlib is looked for here, when there is something to draw."""
+    """A figure and its axes, row by row. matplotlib is only imported here, when there is something to draw."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -54,7 +53,7 @@ def label(axes, title: str, x: str, y: str) -> None:
     axes.legend(fontsize="small")
 
 
-# One function a picture: from the file's values to a figure
+# One function for each picture: from the file's values to a figure
 
 def latency(probe: dict):
     """Target pass against n; probe: {"packed": [n], "settle_ms": [ms]}."""
@@ -70,7 +69,7 @@ def latency(probe: dict):
 
 
 def speedup(bench: dict):
-    """Speedup over AR against N, a line a domain; N* is that of width "auto", where it was run."""
+    """Speedup over AR against N, a line for each domain; N* is that of width "auto", if it was run."""
     figure, (axes,) = new_figure()
     chains = {row["domain"]: mean_speedup(row) for row in bench["rows"] if row["arm"] == "dflash"}
     for domain, points in swept_widths(bench).items():
@@ -86,7 +85,7 @@ def speedup(bench: dict):
 
 
 def swept_widths(bench: dict) -> dict[str, dict[int, float]]:
-    """By domain and width N, the speedups that the file has; none where AR was not run, or no N was fixed."""
+    """By domain and width N, the speedups that the file has; empty if AR was not run, or no N was fixed."""
     swept: dict[str, dict[int, float]] = {}
     for row in bench["rows"]:
         width = chosen_width(row["arm"])
@@ -96,22 +95,21 @@ def swept_widths(bench: dict) -> dict[str, dict[int, float]]:
 
 
 def mean_speedup(row: dict) -> float | None:
-    """Over AR, the mean of prompts; None where AR was not run."""
+    """Over AR, the mean of prompts; None if AR was not run."""
     return row["prompt_speedup"] and row["prompt_speedup"]["mean"]
 
 
 def predicted_widths(bench: dict) -> list[int]:
-    """What width "auto" came to: that of most rounds that drafted, by prompt domain, each once; 0 where none did."""
+    """What width "auto" came to in each prompt domain, each once, ascending."""
     widths = {}
     for record in bench.get("records", []):
         if record["arm"].endswith("auto"):
             widths.setdefault(record["domain"], []).extend(record["output"]["widths"])
-    drafted = {domain: [N for N in each if N] or [0] for domain, each in widths.items()}
-    return sorted({mode(each) for each in drafted.values()})
+    return sorted({usual_width(each) for each in widths.values()})
 
 
 def lengths(analysis: dict):
-    """R against N of every domain, with what the drafter's scores promise."""
+    """R against N for every domain, with what the drafter's scores promise."""
     figure, (axes,) = new_figure()
     for finding in analysis["findings"]:
         tree, chain = finding["tree"], finding["chain"]
@@ -126,7 +124,7 @@ def lengths(analysis: dict):
 def scores(analysis: dict):
     """Four panels: ranks of corrections, reliability at depth one, sorted masses, shapes of equal size.
 
-    Among the masses is the threshold where width policies were compared: without costs there is none.
+    The masses' panel shows the threshold if width policies were compared: without costs there is none.
     """
     figure, (ranks, reliable, masses, shapes) = new_figure(2, 2)
     findings = analysis["findings"]
@@ -161,13 +159,13 @@ Draw = Callable[[dict], object]
 
 
 def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
-    """By the picture's name, how to draw it and from what; nothing for a file of another kind."""
+    """By the picture's name, how to draw it and from what; empty for a file of another kind."""
     if values.get("findings"):
         return {"lengths": (lengths, values), "scores": (scores, values)}
     if "rows" in values:
         probes = {f"latency-{probe['prefix']}": (latency, probe["costs"]) for probe in values.get("probes", [])}
         costs = values.get("costs") or {}
-        if "packed" in costs:  # an older bench kept those of one prefix
+        if "packed" in costs:  # an older bench kept the costs of a single prefix
             probes["latency"] = latency, costs
         else:
             probes |= {f"latency-auto-{prefix}": (latency, each) for prefix, each in costs.items()}

@@ -16,7 +16,7 @@ from minicast.width import MAX_WIDTH
 
 @runtime_checkable
 class Policy(Protocol):
-    """Chooses the width of an answer's rounds: any object with these three.
+    """Chooses the width of an answer's rounds: any object with this attribute and these methods.
 
     Attributes:
         width: N to propose in the next round, 0 to MAX_WIDTH; 0 is AR. Read once a round
@@ -25,10 +25,10 @@ class Policy(Protocol):
     width: int
 
     def keep(self, tree: Tree) -> int:
-        """How many of the first nodes of the tree proposed are verified."""
+        """How many nodes of the proposed tree are verified: its first ones."""
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
-        """A round verified `width` nodes, committed R tokens, after cuts, and took `seconds` from draft to commit."""
+        """A round verified `width` nodes, committed R tokens (after cuts) and took `seconds` from draft to commit."""
 
 
 def is_policy(width) -> bool:
@@ -66,7 +66,7 @@ class AutoWidth:
         return self.best if self.back_off.drafting else 0
 
     def keep(self, tree: Tree) -> int:
-        """All of it. Nobody waits for its masses: their copy to pinned memory is there when the round's outcome is."""
+        """All of it. Nothing waits for the masses: they reach pinned memory no later than the round's outcome."""
         log_mass = tree.log_mass
         self._log_mass = torch.empty_like(log_mass, device="cpu", pin_memory=log_mass.is_cuda)
         self._log_mass.copy_(log_mass, non_blocking=True)
@@ -83,12 +83,12 @@ class AutoWidth:
 class RoundWidth:
     """A width for each round by its own masses: the widest tree is proposed, its best nodes are verified.
 
-    It reads the tree's masses on the host, on a GPU one wait a round more.
+    It reads the tree's masses on the host: on a GPU, one more wait a round.
 
-    times: round_times up to the widest tree whose cost is known; from N = 1 on they hold the same proposal
-    draft_ms: the part that a round has spent when its masses are known
+    times: round_times up to the widest tree whose cost is known; from N = 1 on they include the same proposal
+    draft_ms: what a round has already spent when its masses are known
     rate: tokens a ms that the decoder makes otherwise, the price of time
-    look: is shown masses and depths of every proposed tree, to learn from them; these trees are as wide as can be
+    look: is called with masses and depths of every proposed tree, to learn from them; trees then have MAX_WIDTH nodes
     """
 
     times: Sequence[float]
@@ -96,13 +96,11 @@ class RoundWidth:
     rate: float
     back_off: BackOff
     look: Callable[[list[float], list[float]], None] | None = None
-    _drafted: bool = field(default=False, init=False)
     _promised: float = field(default=0.0, init=False)
 
     @property
     def width(self) -> int:
-        self._drafted = self.back_off.drafting
-        return 0 if not self._drafted else MAX_WIDTH if self.look else len(self.times) - 1
+        return 0 if not self.back_off.drafting else MAX_WIDTH if self.look else len(self.times) - 1
 
     def keep(self, tree: Tree) -> int:
         if tree.width == 0:
@@ -117,19 +115,19 @@ class RoundWidth:
         return width
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
-        predicted_ms = self.draft_ms + self.times[0] if self._drafted and width == 0 else self.times[width]
+        drafted = self.back_off.drafting  # as when the width was read: only the next line changes it
+        predicted_ms = self.draft_ms + self.times[0] if drafted and width == 0 else self.times[width]
         self.back_off.observe(
-            self._drafted, committed, seconds,
-            promised=self._promised, predicted_ms=predicted_ms, ar_ms=self.times[0],
+            drafted, committed, seconds, promised=self._promised, predicted_ms=predicted_ms, ar_ms=self.times[0]
         )
 
 
 def paying_width(masses: Sequence[float], times: Sequence[float], draft_ms: float, rate: float) -> int:
     """How many of a drafted round's nodes pay for their verification: 0..len(masses), the larger of equals.
 
-    Over many rounds throughput is highest if each of them takes what its time is worth elsewhere: the N of
-    largest 1 + g(N) - rate l(N). That is Theorem 2 with the decoder's own throughput in the place of this
-    round's. The draft is spent either way, so here N = 0 pays it too.
+    Over many rounds throughput is highest if each takes the N of largest 1 + g(N) - rate l(N), that is, charges
+    its time at what it would earn elsewhere. This is Theorem 2 with the decoder's own throughput in place of the
+    round's. The draft is already spent, so here N = 0 pays for it too.
     """
     times = [draft_ms + times[0], *times[1:]]
     surplus = [R - rate * ms for R, ms in zip(accumulate(masses, initial=1.0), times)]

@@ -3,11 +3,11 @@
     python -m minicast.replay --analyse --out DIR --costs FILE     (FILE: of the bench, with width auto)
 
 A replayed round takes the l(N) that a probe measured, and commits what the recorded drafts say it would. The
-policies are those of `minicast.policy`, as the decoder runs them, back-off included. So this tells what a rule is
+policies are those of `minicast.policy`, as the decoder runs them, back-off included. So this shows what a rule is
 worth where timing cannot: whether a width for each round beats one N*, how far N* is from the best fixed width of
-a domain, what back-off loses on a hard text. It holds as far as a round costs what the probe says.
+a domain, what back-off loses on a hard text. It is right as far as a round costs what the probe says.
 
-A figure is a speed over AR, of a domain's answers together; its rounds' times are milliseconds.
+A figure is a speed over AR, of a domain's answers together; its rounds' times are in milliseconds.
 """
 
 import json
@@ -17,10 +17,11 @@ from pathlib import Path
 
 from minicast.back_off import BackOff
 from minicast.curve import MassCurve
+from minicast.figures import markdown
 from minicast.policy import FixedWidth, Policy
 from minicast.probe import DISTURBED, Costs, costs_of, decide_by, policy_of
 from minicast.prompts import EVERYTHING
-from minicast.replay import Replayable, committed
+from minicast.replay import Replayable, round_length
 from minicast.tree import RANK_CAP
 from model.errors import UsageError
 from model.files import read_text
@@ -33,8 +34,8 @@ class Measured:
     """The costs that a file holds.
 
     Attributes:
-        source: of what, for people
-        costs: by prefix length; 0: not told
+        source: what was measured, for people
+        costs: by prefix length; 0 if the file does not say
         buckets: packed rows that rounds were padded to; none: unpadded
     """
 
@@ -44,15 +45,15 @@ class Measured:
 
     @classmethod
     def read(cls, path: Path) -> "Measured":
-        """From a file of the bench, of the paper's probe if it ran, or of the cache."""
+        """From bench's file (the paper's probe, if it ran) or from the cache's."""
         text = read_text(path)
         try:
             values = json.loads(text)
             key, found, buckets = values.get("key", {}), values["costs"], values.get("buckets", ())
             if values.get("probes"):
                 found = {probe["prefix"]: probe["costs"] for probe in values["probes"]}
-            elif "packed" in found:  # of the cache; or of an older bench, which kept those of one prefix
-                if key.get("compiled") or key.get("positions"):  # what is padded is measured at buckets alone
+            elif "packed" in found:  # the cache's; or an older bench's, which kept those of one prefix
+                if key.get("compiled") or key.get("positions"):  # padded rounds are measured only at their buckets
                     buckets = found["packed"]
                 found = {key.get("prefix", 0): found}
             costs = {int(prefix): costs_of(each) for prefix, each in found.items()}
@@ -66,7 +67,7 @@ class Measured:
             raise UsageError(f"{path} holds no measured costs: {hint}") from error
 
     def prefix_for(self, positions: int) -> int:
-        """Which of the prefix lengths stands for this one: the next longer, or the longest, as in the decoder."""
+        """The measured prefix length to use for this one: the next longer, or the longest, as in the decoder."""
         return min((prefix for prefix in self.costs if prefix >= positions), default=max(self.costs))
 
 
@@ -76,8 +77,8 @@ class Policies:
 
     Attributes:
         predicted: N*, the rule's width on the mass curve; 0 is AR
-        threshold: mass from which a node pays, on the fitted line, at the best drafted width
-        fixed: speed over AR by domain and width N; over all domains under EVERYTHING, which weighs them alike
+        threshold: mass from which a node pays on the fitted line, see `Decision`
+        fixed: speed over AR by domain and width N; under EVERYTHING, the mean over domains
         chosen: likewise by domain and policy, "auto" or "round"
     """
 
@@ -88,28 +89,26 @@ class Policies:
 
     def lines(self) -> list[str]:
         """Markdown: a row a domain; the gap is to the best fixed width or AR, in points."""
-        lines = [
-            f"| speed over AR, pooled | N* = {self.predicted} | auto | round | best fixed | its speed "
-            "| gap of auto, points |",
-            "|---|---:|---:|---:|---:|---:|---:|",
-        ]
+        heads = (
+            "speed over AR, pooled", f"N* = {self.predicted}", "auto", "round", "best fixed", "its speed",
+            "gap of auto, points",
+        )
+        rows = []
         for domain, widths in self.fixed.items():
             best = max(widths, key=widths.get)
             auto, each = (self.chosen[domain][name] for name in ("auto", "round"))
-            name = f"N = {best}" if best else "AR"
-            lines.append(
-                f"| {domain} | {widths[self.predicted]:.2f} | {auto:.2f} | {each:.2f} | {name} | {widths[best]:.2f} "
-                f"| {100 * (widths[best] - auto):.1f} |"
-            )
-        return lines
+            speeds = (f"{speed:.2f}" for speed in (widths[self.predicted], auto, each))
+            name, gap = f"N = {best}" if best else "AR", 100 * (widths[best] - auto)
+            rows.append([domain, *speeds, name, f"{widths[best]:.2f}", f"{gap:.1f}"])
+        return list(markdown(heads, rows, names=1))
 
 
 def compare(
     domains: dict[str, list[Replayable]], curve: MassCurve, costs: Costs, buckets: Sequence[int] = ()
 ) -> Policies:
-    """All policies on the answers of each domain, one answer after another on one decoder.
+    """All policies on the answers of each domain, one answer after another, as on one decoder.
 
-    curve: of the pair
+    curve: the pair's
     costs: widths beyond the last row count measured are left out
     buckets: packed rows that rounds are padded to
     """
@@ -140,7 +139,7 @@ def compare(
 def by_domain(
     domains: dict[str, list[Replayable]], make: Callable[[BackOff], Policy], times: Sequence[float], draft_ms: float
 ) -> dict[str, float]:
-    """Speed over AR of a policy, which `make` makes for each answer with the back-off of its domain's decoder."""
+    """Speed over AR of a policy. `make` returns it for each answer, given the back-off of its domain's decoder."""
     speeds = {}
     for domain, answers in domains.items():
         back_off, tokens, ms = BackOff(), 0, 0.0
@@ -157,7 +156,7 @@ def decode_ms(answer: Replayable, policy: Policy, times: Sequence[float], draft_
     while position < last:
         width = policy.width
         N = policy.keep(answer.recording.drafts.tree(position, width, RANK_CAP)) if width else 0
-        R = committed(answer.needs["cast"], position, N)
+        R = round_length(answer.needs["cast"], position, N)
         took = times[N] if N or not width else draft_ms + times[0]
         policy.observe(N, R, took / 1e3)
         ms += took

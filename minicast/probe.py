@@ -4,10 +4,10 @@ Costs are measured on the path that will run, the decoder's own two functions, d
 widths gives the draft and h(N), `settle` at a few row counts gives the target's pass with walk and commit. They are
 kept on disk, so that a deployment is probed once. The paper's own protocol (Table 5) is `paper_probe`, `--probe-full`.
 
-Masses are a mean over recorded rounds, the mass curve of a target/draft pair: shipped beside the head as
+Masses are means over recorded rounds, the mass curve of a target/draft pair: shipped beside the head as
 curve.json (minicast/replay.py records it), or else learned from the rounds decoded here.
 
-Which width follows is decided in `width`. Only imported where a width is to be chosen.
+`width` decides which width follows. This module is only imported where a width has to be chosen.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ from graphs.capture import clock
 from minicast.back_off import BackOff, Pace
 from minicast.curve import MassCurve, read_shipped
 from minicast.decode import Decoder, Options
+from minicast.figures import markdown
 from minicast.machine import cpu_seconds, processor
 from minicast.policy import AutoWidth, FixedWidth, Policy, RoundWidth
 from minicast.round import MAX_ROWS, Request
@@ -43,15 +44,16 @@ from model.files import write_atomically
 from model.linear import weight_bytes
 
 FORMAT = 5  # of the cached costs: raise it when what is measured changes
-ASKED = (1, 4, 8, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # row counts, where they are not the buckets'
+ASKED = (1, 4, 8, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # row counts measured where there are no buckets
 ASKED_FIRST = 16     # up to here always; beyond, only while the rule still adds nodes
 BEHIND = 2           # positions the drafter has to catch up with before a draft: about what a round commits
-WARM_UPS, REPEATS, LEAST_REPEATS = 2, 15, 3  # a short burst of other work should not outlast the median
-# Beyond this spread of AR's times, under this share of a CPU, or where others had this many of its CPUs, a probe was disturbed.
-SPREAD, WORKED, LOST = 1.5, 0.5, 0.1
-GRAIN = 0.02         # seconds that /proc/stat, which counts in ticks, may be wrong by
+WARM_UPS, REPEATS, LEAST_REPEATS = 2, 15, 3  # enough for the median to ignore a short burst of other work
+SPREAD = 1.5         # a probe was disturbed if AR's times spread more than this,
+WORKED = 0.5         # if this thread ran for less than this share of the time,
+LOST = 0.1           # or if other programs took more than this many of its CPUs
+GRAIN = 0.02         # seconds by which /proc/stat, which counts in ticks, may be off
 DISTURBED = "disturbed by other work on this machine"
-SECONDS = 3.0        # a group of passes is not repeated further beyond this
+SECONDS = 3.0        # after this a group of passes is not repeated any more
 PREFIXES = (256, 1024, 4096, 16384, 65536)  # prefix lengths that costs are measured at
 PAPER_PACKED, PAPER_PREFIX = (1, 16, 24, 32, 48, 64, 96, 128), 1024  # of the paper's probe (Table 5)
 PAPER_WARM_UPS, PAPER_REPEATS = 8, 30
@@ -67,28 +69,28 @@ class Costs:
 
     Attributes:
         packed, settle_ms: verify, walk and commit over n packed rows, by n, ascending
-        propose_ms: draft, tree and pack at the widths `proposed`, both ascending: up to width L a draft scores one
-            position more a node, beyond only the tree grows
+        propose_ms: draft, tree and pack at the widths `proposed`, both ascending: up to width L each node adds a
+            position to score, beyond L only the tree grows
         steady: nothing disturbed the measurement, see `Timings`
     """
 
     packed: tuple[int, ...]
     settle_ms: tuple[float, ...]
     propose_ms: tuple[float, ...]
-    proposed: tuple[int, ...] = (1, MAX_WIDTH)  # what files name that do not say
+    proposed: tuple[int, ...] = (1, MAX_WIDTH)  # the default for files that do not say
     steady: bool = True
 
     @property
     def draft_ms(self) -> float:
-        """Of a draft with the smallest tree."""
+        """A draft with the smallest tree."""
         return self.propose_ms[0]
 
     def overhead_ms(self, N: int) -> float:
-        """h(N): what a larger tree takes beyond that, on straight lines between the widths measured."""
+        """h(N): what a larger tree takes beyond that, interpolated linearly between the widths measured."""
         return self.proposal_ms(N) - self.draft_ms
 
     def proposal_ms(self, N: int) -> float:
-        """Of a draft with a tree of N nodes."""
+        """A draft with a tree of N nodes."""
         return float(np.interp(N, self.proposed, self.propose_ms))
 
     def __str__(self) -> str:
@@ -105,7 +107,7 @@ class Costs:
     def times(self, buckets: Sequence[int], proposed: int | None = None) -> list[float]:
         """l(N) for N from 0, AR, to the widest measured.
 
-        proposed: the width that all rounds propose, whatever they keep of it; None: N
+        proposed: the width that every round proposes, whatever it keeps; None: N
         """
         draft_ms, h = (self.draft_ms, self.overhead_ms) if proposed is None else (self.proposal_ms(proposed), 0.0)
         return round_times(self.model(buckets), self.packed[-1] - 1, draft_ms, h)
@@ -117,9 +119,9 @@ class Timings:
 
     Attributes:
         ms: median milliseconds of each pass
-        spread: the first pass's upper quartile over its lower one
+        spread: of the first pass's times, the upper quartile over the lower one
         worked: share of the time in which this thread ran on a CPU; 1 where it waits for a device
-        lost: CPUs, on average, that other programs had of those this one has threads for
+        lost: how many of the CPUs that this program has threads for others took, on average
     """
 
     ms: dict[Hashable, float]
@@ -129,9 +131,9 @@ class Timings:
 
     @property
     def steady(self) -> bool:
-        """Whether nothing else wanted this machine meanwhile. Each sign misses something. Work that comes and goes makes
-        times uneven. Work that is there all the time makes them evenly slow: this thread waits for a CPU, or, where it
-        spins for a partner that waits for one, others have that CPU, if the system tells.
+        """Whether no other work disturbed this one. Each sign alone misses something. Work that comes and goes makes times
+        uneven. Constant work makes them evenly slow: this thread waits for a CPU, or it spins while its partner waits
+        for one, and then other programs have that CPU, where the system reports it.
         """
         return self.spread <= SPREAD and self.worked >= WORKED and self.lost <= LOST
 
@@ -146,9 +148,9 @@ def interleaved(
 ) -> Timings:
     """Times of each pass, all in turn, so that a slow moment of the machine hits all alike.
 
-    Slow passes, that take longer than `seconds`, are warmed up once and repeated LEAST_REPEATS times.
+    Passes that take longer than `seconds` together are warmed up once and repeated LEAST_REPEATS times.
 
-    clock: seconds; used: CPU seconds, see `machine.cpu_seconds`; None where they say nothing
+    clock: in seconds; used: `machine.cpu_seconds`, None where CPU time says nothing
     """
     times = {name: [] for name in passes}
     opened, timed, before = clock(), 0, used and used()
@@ -166,15 +168,15 @@ def interleaved(
     elapsed = clock() - opened
     worked, others = ((now - then) / elapsed for now, then in zip(used(), before)) if used else (1.0, 0.0)
     lost = others - GRAIN / elapsed - max(os.cpu_count() - torch.get_num_threads(), 0)
-    low, _, high = quantiles(next(iter(times.values())) * 2, n=4, method="inclusive")  # twice: one time has quartiles
+    low, _, high = quantiles(next(iter(times.values())) * 2, n=4, method="inclusive")  # doubled: needs two or more
     return Timings({name: 1e3 * median(values) for name, values in times.items()}, high / low, worked, max(lost, 0.0))
 
 
 class Passes:
     """The decoder's own `propose` and `settle` after a prefix of P positions whose content does not matter.
 
-    Uses the decoder's state, because graphs hold its addresses. A conversation whose cached prefix ends below the slots
-    that are written here survives: `close` restores its counters and its pending root. A longer one is forgotten.
+    Uses the decoder's state, because graphs hold its addresses. A conversation survives if its cached prefix ends below
+    the slots written here: `close` restores its counters and its pending root. A longer one is forgotten.
     """
 
     def __init__(self, decoder: Decoder, prefix: int, positions: int = 0):
@@ -206,14 +208,14 @@ class Passes:
         state = self.state
         state.prefix = state.tapped = self.prefix
         state.drafted = drafted
-        state.root.zero_()  # a target whose logits are not finite leaves no token there: the answer will tell
+        state.root.zero_()  # if logits were not finite, this holds no token; the answer will report that
         state.P.fill_(self.prefix)
         state.D.fill_(drafted)
 
-    def measure(self, runs: dict[Hashable, Callable[[], object]], **protocol) -> Timings:
+    def timings(self, runs: dict[Hashable, Callable[[], object]], **protocol) -> Timings:
         """`interleaved` by this decoder's clocks; protocol: its warm_ups, repeats and seconds.
 
-        What compiles or records at its first run does so before, the largest first (see `graphs.capture`).
+        Compiling and recording are done before, the largest pass first (see `graphs.capture`).
         """
         for run in reversed(runs.values()) if self.state.compiled or self.decoder.graphs else ():
             run()
@@ -221,13 +223,13 @@ class Passes:
         return interleaved(runs, partial(clock, self.decoder.target.device), used, **protocol)
 
     def costs(self, packed: Sequence[int], **protocol) -> Costs:
-        """Of these row counts, AR's first, and of the draft; protocol: as for `measure`."""
+        """Costs of passes over `packed` rows, AR's first, and of drafts; protocol: as for `timings`."""
         runs = {("settle", n): partial(self.settle, n) for n in packed}
         proposed = sorted({1, self.state.depth, MAX_WIDTH})
         runs |= {("propose", N): partial(self.propose, N) for N in proposed}
-        found = self.measure(runs, **protocol)
+        found = self.timings(runs, **protocol)
         settle_ms = tuple(found.ms["settle", n] for n in packed)
-        propose_ms = tuple(accumulate((found.ms["propose", N] for N in proposed), max))  # noise aside, they ascend
+        propose_ms = tuple(accumulate((found.ms["propose", N] for N in proposed), max))  # ascending in spite of noise
         return Costs(tuple(packed), settle_ms, propose_ms, tuple(proposed), found.steady)
 
     def close(self) -> None:
@@ -240,10 +242,10 @@ class Passes:
         state.D.fill_(state.drafted)
 
 
-def measure(
+def measure_costs(
     decoder: Decoder, prefix: int, positions: int, masses: Sequence[float], known: Costs | None = None
 ) -> Costs:
-    """Probe as many row counts as the rule asks for with these masses, beyond those already known.
+    """Probe as many row counts as the rule needs with these masses, beyond those already known.
 
     positions: what the request needs, so that caches do not grow again after the probe
     """
@@ -255,7 +257,7 @@ def measure(
             known = passes.costs(first)
         for n in asked:
             if n > known.packed[-1] and wants_more(known, masses, decoder.state.buckets):
-                found = passes.measure({("settle", n): partial(passes.settle, n)})
+                found = passes.timings({("settle", n): partial(passes.settle, n)})
                 known = replace(
                     known, packed=(*known.packed, n), settle_ms=(*known.settle_ms, found.ms["settle", n]),
                     steady=known.steady and found.steady,
@@ -277,7 +279,7 @@ def wants_more(costs: Costs, masses: Sequence[float], buckets: Sequence[int]) ->
 def paper_probe(decoder: Decoder, prefix: int) -> Costs:
     """Table 5's protocol: random packed tokens after `prefix` positions, 8 warm-ups and 30 timed passes a count.
 
-    What is timed is the pass that runs, walk and commit included; the draft likewise, with trees of three widths.
+    The pass is timed as it runs, walk and commit included; so is the draft, with trees of three widths.
     """
     passes = Passes(decoder, prefix)
     try:
@@ -292,9 +294,9 @@ class FullProbe:
 
     Attributes:
         device, prefix: where, and after how many positions
-        costs: what was measured
+        costs: as measured
         slope, intercept: ms a row and ms, of the line fitted from n = 16 on
-        decision: the rule's, on the pair's mass curve; None where that is not known yet
+        decision: the rule's, on the pair's mass curve; None while that is unknown
     """
 
     device: str
@@ -307,12 +309,10 @@ class FullProbe:
     def lines(self) -> list[str]:
         """Markdown: the table, the fit, N* and why."""
         costs = self.costs
-        times = " | ".join(f"{ms:.1f}" for ms in costs.settle_ms)
         drafts = ", ".join(f"of {N} {ms:.2f} ms" for N, ms in zip(costs.proposed, costs.propose_ms))
+        heads, times = map(str, costs.packed), (f"{ms:.1f}" for ms in costs.settle_ms)
         lines = [
-            "| packed rows n | " + " | ".join(map(str, costs.packed)) + " |",
-            "|---|" + "---:|" * len(costs.packed),
-            f"| ms | {times} |",
+            *markdown(["packed rows n", *heads], [["ms", *times]], names=1),
             "",
             f"- paper's probe on {self.device}: verify, walk and commit of random tokens after {self.prefix} "
             f"positions, medians of {PAPER_REPEATS} after {PAPER_WARM_UPS} warm-ups",
@@ -328,7 +328,7 @@ class FullProbe:
 # Masses
 
 def shipped_file(decoder: Decoder) -> Path | None:
-    """The file of the curve beside the head, if there is one. It is of all tokens: a head of fewer needs its own."""
+    """The curve's file beside the head, if there is one. It is of all tokens: a head that scores fewer learns its own."""
     draft = decoder.draft
     path = draft.directory and draft.directory / "curve.json"
     return path if path and path.is_file() and scored_tokens(draft) is None else None
@@ -353,11 +353,11 @@ class Deployment:
 
     Attributes:
         curve, curve_file: the pair's mass curve and where it is kept
-        shipped: whether it lies beside the head: then it is used as it is, of however few rounds
-        costs: by prefix length, as far as asked for
-        compiled: whether they are of compiled layers
-        probed: seconds that measuring them took here, 0 while the disk knew them
-        paces: how long rounds take in use, against those costs, by prefix length, too
+        shipped: whether it lies beside the head; then it is used as it is, however few rounds it counts
+        costs: by prefix length, as far as needed so far
+        compiled: whether these costs are of compiled layers
+        probed: seconds spent measuring them here; 0 if all came from disk
+        paces: how long rounds take in use, against those costs, also by prefix length
         back_offs: what drafting has earned so far, by the width asked for
     """
 
@@ -375,9 +375,9 @@ class Deployment:
     def policy(self, options: Options, custom: bool, prompt_tokens: int, new_tokens: int) -> Policy:
         """The policy of one answer, for the width "auto" or "round".
 
-        A method that is not ours need not propose best first, so the curve says nothing of its trees, and its author wants
-        to see it run: one width, never AR. A curve is learned from trees of the usual rank cap alone: it serves all
-        answers to come.
+        A custom method need not propose best first, so the curve does not apply to its trees, and its author wants to
+        see it run: it gets one width, never AR. A curve is learned only from trees of the default rank cap, since it
+        serves all later answers.
         """
         costs = self.costs_at(prompt_tokens, new_tokens)
         decision = self.decision(costs)
@@ -392,7 +392,7 @@ class Deployment:
     def costs_at(self, prompt_tokens: int, new_tokens: int, reprobe: bool = False) -> Costs:
         """Costs for an answer of that size; probed where neither this decoder nor the disk knows them."""
         decoder, prefix = self.decoder, self.prefix_for(prompt_tokens, new_tokens)
-        if self.compiled != decoder.state.compiled:  # compiling has failed since, and what was measured runs no more
+        if self.compiled != decoder.state.compiled:  # compiling has failed since: what was measured is not used any more
             self.compiled = decoder.state.compiled
             self.costs.clear()
         key = cost_key(decoder, prefix)
@@ -400,7 +400,7 @@ class Deployment:
         known = None if reprobe else self.costs.get(prefix) or read_costs(path, key)
         if known is None or wants_more(known, self.known_masses, decoder.state.buckets):
             started = time.perf_counter()
-            known = measure(decoder, prefix, prompt_tokens + new_tokens, self.known_masses, known)
+            known = measure_costs(decoder, prefix, prompt_tokens + new_tokens, self.known_masses, known)
             self.probed += time.perf_counter() - started
             if self.compiled != decoder.state.compiled:  # it failed meanwhile
                 return self.costs_at(prompt_tokens, new_tokens, reprobe)
@@ -417,7 +417,7 @@ class Deployment:
         return prefix_bucket(prompt_tokens + new_tokens // 2, self.decoder.target.context)
 
     def full_probe(self, prefix: int = PAPER_PREFIX) -> FullProbe:
-        """The paper's probe; nothing of it is kept, widths go on following the short one."""
+        """The paper's probe. It is not kept: widths still follow the short one."""
         prefix = min(prefix, self.decoder.target.context)
         costs = paper_probe(self.decoder, prefix)
         cost = costs.model(self.decoder.state.buckets)
@@ -428,15 +428,15 @@ class Deployment:
 
     @property
     def known_masses(self) -> list[float]:
-        """Best first; none while the curve is young."""
+        """Best first; empty while the curve is still being learned."""
         return self.curve.masses if self.shipped or self.curve.rounds >= LEARNED else []
 
     def decision(self, costs: Costs) -> Decision | None:
-        """The rule on the mass curve; None while the curve is young."""
+        """The rule on the mass curve; None while that is still being learned."""
         return decide_by(self.curve, costs, self.decoder.state.buckets) if self.known_masses else None
 
     def learn(self, masses: Sequence[float], depths: Sequence[int]) -> None:
-        """Take the nodes (N,) of a proposed tree into the curve, and keep the curve on disk."""
+        """Add the nodes (N,) of a proposed tree to the curve, and keep the curve on disk."""
         if not self.known_masses:
             self.curve.add(masses, depths)
             if self.curve.rounds % SAVED_EVERY == 0:
@@ -466,8 +466,8 @@ def policy_of(
 ) -> Policy:
     """The policy of an answer that begins now, for the width "auto" or "round".
 
-    decision: None while the mass curve is young: then every round goes by its own masses, and `learn` sees them.
-        Where it is AR, nothing is drafted, so a change of costs goes unnoticed until --reprobe
+    decision: None while the mass curve is being learned: every round goes by its own masses, and `learn` sees them.
+        If it is AR, nothing is drafted, so a change of costs goes unnoticed until --reprobe
     """
     if width == "auto" and decision and decision.width == 0:
         return FixedWidth(0)
@@ -483,7 +483,7 @@ def policy_of(
 def explain(
     decoder: Decoder, prompt_ids: Sequence[int], max_new_tokens: int, *, width: bool, reprobe: bool, full: bool
 ) -> list[str]:
-    """What --explain (width), --reprobe and --probe-full (full) do before an answer, and what they print.
+    """Does what --explain (width), --reprobe and --probe-full (full) do before an answer. Returns the lines to print.
 
     UsageError for a prompt that cannot be answered.
     """
@@ -496,12 +496,12 @@ def explain(
 
 
 def prefix_bucket(positions: int, context: int) -> int:
-    """The prefix length that stands for this one."""
+    """The prefix length that costs are measured at for this one."""
     return min(next((bucket for bucket in PREFIXES if bucket >= positions), PREFIXES[-1]), context)
 
 
 def cost_key(decoder: Decoder, prefix: int) -> dict:
-    """All that decides what a round costs. Weights do not, only their shapes and layout."""
+    """Everything that a round's cost depends on: of the weights only shapes and layout."""
     target, draft, state = decoder.target, decoder.draft, decoder.state
     return {
         "format": FORMAT,
@@ -528,7 +528,7 @@ def device_name(decoder: Decoder) -> str:
 
 
 def pair_digest(decoder: Decoder) -> str:
-    """Names a pair by its shapes, the tokens scored, and its norms' weights, which no two trained models share."""
+    """Identifies a pair by its shapes, the tokens scored, and its norms' weights, which no two trained models share."""
     norms = [decoder.target.norm.weight, decoder.draft.norm.weight, decoder.draft.hidden_norm.weight]
     weights = [weight.float().tolist() for weight in norms]
     return digest([repr(decoder.target.config), repr(decoder.draft.config), scored_tokens(decoder.draft), weights])
@@ -544,7 +544,7 @@ def digest(values) -> str:
 
 
 def read_costs(path: Path, key: dict) -> Costs | None:
-    """What was measured under this key; None if nothing usable."""
+    """The costs measured under this key; None if there are no usable ones."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return costs_of(values["costs"]) if values["key"] == key else None
@@ -553,17 +553,17 @@ def read_costs(path: Path, key: dict) -> Costs | None:
 
 
 def costs_of(values: dict) -> Costs:
-    """Costs from their JSON. KeyError, TypeError or ValueError for anything else."""
+    """Costs from JSON. Raises KeyError, TypeError or ValueError for anything else."""
     tables = {name: tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms", "proposed") if name in values}
     costs = Costs(**tables, steady=bool(values.get("steady", True)))
-    costs.model(), costs.proposal_ms(1)  # refuse what is no measurement
+    costs.model(), costs.proposal_ms(1)  # these refuse what cannot be a measurement
     if not all(0 < ms < inf for ms in costs.propose_ms):
         raise ValueError("a proposal's time is finite and above 0 ms")
     return costs
 
 
 def keep(path: Path, values: dict, otherwise: str) -> None:
-    """Write a JSON file, the whole of it or nothing. That it can't be kept is told, and no reason to stop."""
+    """Write a JSON file, whole or not at all. A failure is only a warning."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(values) + "\n")

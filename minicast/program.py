@@ -1,6 +1,6 @@
 """How a command line begins and ends: its flags, Ctrl-C before anything runs, and streams that are closed or full.
 
-Importing torch takes seconds, which --help and a typing error should not: nothing here imports it.
+Nothing here imports torch: that takes seconds, too long for --help or a mistyped flag.
 """
 
 import argparse
@@ -19,9 +19,9 @@ INTERRUPTED = 130  # what shells report after Ctrl-C
 
 
 class Parser(argparse.ArgumentParser):
-    """Every mistake in the flags is one line; argparse alone would print the usage before it.
+    """Reports a mistake in the flags in one line; argparse alone would print the usage before it.
 
-    The namespace has one more attribute, `changed`: names of the flags that are not at their default.
+    The namespace has one more attribute, `changed`: the names of the flags that are not at their default.
     """
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace=None):
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def name(self) -> str:
-        """What all messages of the program begin with."""
+        """The prefix of the program's messages."""
         return self.prog if self.prog.endswith(".py") else self.prog.rpartition(".")[2]
 
     def error(self, message: str):
@@ -67,7 +67,7 @@ def at_least(least: int, **words):
 
 
 def number(rule: str, holds: Callable[[float], bool], kind: type = float):
-    """An argparse type: a number of that kind for which `holds`; the rule says the same in words."""
+    """An argparse type: a number of this kind for which `holds` is true; rule: the same in words."""
 
     def parse(text: str):
         try:
@@ -93,10 +93,10 @@ def each_once(least: int):
     return parse
 
 
-# Flags of several programs. Choices are listed here, for what knows them imports torch
+# Flags of several programs. Choices are written out here: the modules that define them import torch
 
 def model_flags(group, vocabulary: bool = True) -> None:
-    """Which checkpoints, and where they run; vocabulary: the head may score fewer tokens."""
+    """Which checkpoints, and where they run. vocabulary: add --draft-vocabulary"""
     group.add_argument("--model", help="directory, hub id or known name; default: smollm2, on a GPU qwen3-4b if it was "
                                        "downloaded before")
     group.add_argument("--draft-model", help="likewise; default: the head known for the model")
@@ -109,7 +109,7 @@ def model_flags(group, vocabulary: bool = True) -> None:
 
 
 def sampling_flags(group, seed: str) -> None:
-    """How the target chooses its tokens; seed: what else than samples it is of."""
+    """How the target chooses its tokens. seed: help text, what else the seed decides"""
     temperature = number("a finite number of at least 0", lambda T: 0 <= T < math.inf)
     top_p = number("a number above 0 and at most 1", lambda p: 0 < p <= 1)
     seeds = number("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63, int)
@@ -135,15 +135,15 @@ def compile_flags(group) -> None:
 
 # Threads
 
-SPINS = "30000"  # a millisecond or so, longer than what lies between two products of a step
+SPINS = "30000"  # a millisecond or so, longer than the time between two products of a step
 
 
 def share_cores() -> None:
     """Called before torch is imported: threads that wait for each other at the end of a product soon go to sleep.
 
-    Left to itself, libgomp, which runs them on Linux, has them spin ten times as long: where another program keeps one
-    of two cores busy, decoding takes 7 to 10 times as long, and so 4 to 5 times (results/cpu-busy-core.md). Fewer spins
-    do still better there, and slow down a quiet machine. What the environment says stays.
+    By default libgomp, which runs them on Linux, has them spin ten times as long. Where another program keeps one of
+    two cores busy, decoding then takes 7 to 10 times as long, with SPINS 4 to 5 times (results/cpu-busy-core.md). Fewer
+    spins help more there, but slow down a quiet machine. Settings in the environment take precedence.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
@@ -154,9 +154,9 @@ def share_cores() -> None:
 def start(name: str) -> None:
     """Called before torch is imported, with __name__: until the program is `interruptible`, Ctrl-C just ends it.
 
-    An import that is interrupted may swallow that, or end in a traceback. Where SIGINT is ignored, as it is for
-    background jobs, it stays so. Where there is no torch, it ends here. A module that is only imported changes nothing.
-    A program that starts shares its cores, too.
+    An interrupted import may swallow the exception, or end in a traceback. SIGINT stays ignored where it is, as in
+    background jobs. Without torch the program ends here. A module that is only imported changes nothing.
+    Also calls `share_cores`.
     """
     if name != "__main__":
         return
@@ -169,8 +169,8 @@ def start(name: str) -> None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which `timeout` and a machine that shuts down send, or SIGHUP, which a terminal that is closed sends: it ends
-    all that Ctrl-C ends, and the program, with the status that shells report after this signal.
+    """SIGTERM, sent by `timeout` and at shutdown, or SIGHUP, sent when a terminal is closed. It ends whatever Ctrl-C ends,
+    and then the program, with the status that shells report after this signal.
     """
 
     def __init__(self, number: int = signal.SIGTERM):
@@ -186,7 +186,7 @@ def _terminate(number: int, frame) -> None:
 
 
 def _raise_again(unraisable) -> None:
-    """`sys.unraisablehook`: what comes while an object is taken apart, Python drops; a moment later it ends what is running."""
+    """`sys.unraisablehook`: Python drops an exception raised in `__del__`; raise the signal again 10 ms later."""
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         return sys.__unraisablehook__(unraisable)
     status = getattr(unraisable.exc_value, "status", INTERRUPTED)
@@ -195,9 +195,9 @@ def _raise_again(unraisable) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C is a KeyboardInterrupt in here, as it was before `start`, and so is what ends a program, if nobody ignores it."""
+    """In here Ctrl-C is a KeyboardInterrupt, as before `start`; so are the signals of ENDS, unless they are ignored."""
     before = signal.getsignal(signal.SIGINT)
-    if before not in (signal.SIG_DFL, signal.SIG_IGN):  # no program of ours
+    if before not in (signal.SIG_DFL, signal.SIG_IGN):  # not called from a program of ours
         yield
         return
     if before is signal.SIG_DFL:
@@ -218,11 +218,11 @@ def interruptible() -> Iterator[None]:
 # Streams
 
 class Unwritable(Exception):
-    """stdout takes no more; the message says why. No OSError, which may be any file's."""
+    """stdout cannot be written to; the message says why. Not an OSError, which could be about any file."""
 
 
 class Watched:
-    """A standard stream that calls `failed` with the OSError of a write or a flush, and is as it was in all else."""
+    """A standard stream that calls `failed` with the OSError of a write or a flush, and is otherwise unchanged."""
 
     def __init__(self, stream: TextIO, failed: Callable[[OSError], None]):
         self.stream, self.failed = stream, failed
@@ -246,11 +246,11 @@ class Watched:
 
 @contextmanager
 def watched_streams() -> Iterator[None]:
-    """stdout that fails is `Unwritable`, or a BrokenPipeError; stderr that fails, or is closed, says nothing.
+    """A failing stdout raises `Unwritable`, or BrokenPipeError; a failing or closed stderr is silent.
 
-    Python has None in the place of a stream that was closed when it started.
+    Python sets a stream that was closed at its start to None.
     """
-    for descriptor in range(3):  # a file that is opened later would get the number of one that is closed
+    for descriptor in range(3):  # a file opened later would get the number of a closed one
         try:
             os.fstat(descriptor)
         except OSError:
@@ -272,7 +272,7 @@ def watched_streams() -> Iterator[None]:
 
 
 def complain(line: str) -> None:
-    """A line on stderr, or on stdout where stderr takes none."""
+    """Print a line to stderr, or to stdout if that fails."""
     for stream in (sys.stderr, sys.stdout):
         try:
             if stream is not None:
@@ -283,7 +283,7 @@ def complain(line: str) -> None:
 
 
 def settle_streams() -> None:
-    """What a stream could not be given goes nowhere: Python tries once more at its end, and would complain."""
+    """Drop what cannot be written: Python would try once more at exit, and complain."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -1,6 +1,6 @@
 """Prompts from JSONL files, one a line, by domain, and the questions that a bench makes of them.
 
-The small set of our own is prompts.jsonl, beside this file.
+Our own small set is prompts.jsonl, beside this file.
 """
 
 import json
@@ -16,12 +16,12 @@ from model.tokenizer import Tokenizer, check_unicode
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 PROMPT_FIELDS = ("prompt", "question", "text", "problem")
-EVERYTHING, MEAN = "all", "mean"  # stand for a domain in figures: where all are pooled, and where they are averaged
+EVERYTHING, MEAN = "all", "mean"  # in a domain's place in figures: all domains pooled, or averaged
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """where: file and line, to tell people of it"""
+    """where: file and line, for messages"""
 
     domain: str
     text: str
@@ -37,7 +37,7 @@ def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
                 continue
             where = f"{file}:{number}"
             text, domain = _read_prompt(line, where)
-            check_unicode(text, f"{where}: the prompt")  # JSON can spell half of a surrogate pair
+            check_unicode(text, f"{where}: the prompt")  # JSON can contain half of a surrogate pair
             domain = domain_name(domain or file.stem, where)
             counts[domain] = counts.get(domain, 0) + 1
             if limit is None or counts[domain] <= limit:
@@ -48,7 +48,7 @@ def read_prompts(files: Sequence[Path], limit: int | None) -> list[Prompt]:
 
 
 def domain_name(name: str, where: Path | str) -> str:
-    """The name. UsageError for one that stands for all domains, or breaks a table; `where` it was found is told."""
+    """The name itself. UsageError for one that stands for all domains, or breaks a table; where: for the message"""
     if name in (EVERYTHING, MEAN):
         raise UsageError(f"{where}: {name!r} is no name of a domain, it stands for all of them: give it another")
     if "|" in name or not name.isprintable():
@@ -57,7 +57,7 @@ def domain_name(name: str, where: Path | str) -> str:
 
 
 def _read_prompt(line: str, where: str) -> tuple[str, str | None]:
-    """The text and the domain, if it names one, of a JSON line: an object, or a string."""
+    """The text of a JSON line, an object or a string, and its domain if it names one."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -82,13 +82,13 @@ def _read_prompt(line: str, where: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class Question:
-    """What is measured at a time.
+    """One thing to measure: a prompt and how long the answer may be.
 
     Attributes:
         domain: of the prompt; in a sweep also says which prefix and length
         prompt_ids: P token ids
         max_new_tokens: tokens that the answer may have
-        where: the prompt's file and line; left out of `repr`, by which a resumed run knows its questions
+        where: the prompt's file and line; not in `repr`, by which a resumed run recognises its questions
     """
 
     domain: str
@@ -100,10 +100,10 @@ class Question:
 def questions(
     prompts: Sequence[Prompt], tokenizer: Tokenizer, prefixes: Sequence[int], lengths: Sequence[int]
 ) -> list[Question]:
-    """Every prompt, cut to each of the prefixes and answered to each of the lengths. No prefixes: not cut."""
+    """Every prompt, cut to each of the prefixes, with each of the lengths. No prefixes: not cut."""
     return [
         Question(
-            name(prompt.domain, prefix, length, prefixes, lengths), encode(prompt.text, tokenizer, prefix), length,
+            domain_title(prompt.domain, prefix, length, prefixes, lengths), encode(prompt.text, tokenizer, prefix), length,
             prompt.where,
         )
         for prefix in prefixes or [None]
@@ -112,15 +112,15 @@ def questions(
     ]
 
 
-def name(domain: str, prefix: int | None, length: int, prefixes: Sequence[int], lengths: Sequence[int]) -> str:
-    """A domain's name, with what is swept: each cell of a sweep is a domain of its own in every table."""
+def domain_title(domain: str, prefix: int | None, length: int, prefixes: Sequence[int], lengths: Sequence[int]) -> str:
+    """A domain's name with what is swept: in tables each cell of a sweep is a domain of its own."""
     swept = [f"prefix {prefix}"] if len(prefixes) > 1 else []
     swept += [f"{length} new"] if len(lengths) > 1 else []
     return ", ".join([domain, *swept])
 
 
 def encode(text: str, tokenizer: Tokenizer, limit: int | None) -> list[int]:
-    """The text as a chat, its end cut so that all of it, template included, has at most `limit` tokens."""
+    """The text as a chat, cut at its end so that it has at most `limit` tokens, template included."""
     ids, kept = tokenizer.encode_chat(text), tokenizer.encode(text)
     while limit is not None and len(ids) > limit:
         if not kept:
@@ -137,7 +137,7 @@ def random_questions(
     generator = torch.Generator().manual_seed(seed)
     return [
         Question(
-            name("random", prefix, length, prefixes, lengths),
+            domain_title("random", prefix, length, prefixes, lengths),
             torch.randint(vocab_size, (prefix,), generator=generator).tolist(),
             length,
         )

@@ -1,6 +1,6 @@
 """How long rounds would be, replayed offline from recorded drafts (paper, §4 "Candidate scores", Appendix G).
 
-    python -m minicast.replay --prompts FILE... --out DIR      record what is missing in DIR, then analyse it
+    python -m minicast.replay --prompts FILE... --out DIR      record what DIR lacks, then analyse it
     python -m minicast.replay --analyse --out DIR              analyse only: no model is loaded
     python -m minicast.replay ... --costs FILE                 and compare width policies, see minicast/policy_replay.py
 
@@ -10,12 +10,12 @@ From then on the decode of any tree policy is replayed exactly: a round at posit
 the next one is at i + R.
 
 The mass curve that the width rule reads (paper, §3.3) is one result; --curve says where else to write it.
-That of the default pair, when its head has changed, is recorded again by
+When the default pair's head has changed, record its curve again by
 
     python -m minicast.replay --out runs/replay --curve model/heads/smollm2-135m-dflash/curve.json
 
 Symbols: T tokens of an answer, b pending root, L block depth, K rank cap, N width, R tokens a round commits.
-A round can start at T - 1 positions: the last token of an answer is no root. Nothing here reads a clock.
+A round can start at T - 1 positions, since the last token of an answer is never a root. Nothing here reads a clock.
 """
 
 from minicast.program import Parser, at_least, model_flags, start
@@ -41,6 +41,7 @@ from tqdm import tqdm
 
 from minicast.command import Choice, Placement, guarded, note_no_effect
 from minicast.curve import MassCurve, read_shipped
+from minicast.figures import markdown
 from minicast.prompts import EVERYTHING, PROMPTS, read_prompts
 from minicast.report import commit
 from minicast.tree import RANK_CAP, Tree, ranked_tree, top_ranked
@@ -53,9 +54,9 @@ from model.transformer import KVCache, Target, Window
 
 RANKS = 32          # tokens kept at each depth
 CURVE_WIDTH = 15    # the mass curve is a mean over the rounds of a decode at this width
-CURVE_ROUNDS = 1500  # the paper's curve rests on so many; below, a warning
-SHAPE_WIDTH = 47    # where the paper compares shapes of trees
-SCHEDULE = (8, 4, 2, 2)  # the paper's fixed schedule: children of a node by depth, one below that
+CURVE_ROUNDS = 1500  # as many as the paper's curve rests on; with fewer, a warning
+SHAPE_WIDTH = 47    # nodes at which the paper compares shapes of trees
+SCHEDULE = (8, 4, 2, 2)  # the paper's fixed schedule: children of a node by depth, one further down
 BINS = 10           # of q, for its reliability
 BLOCKS = 32         # blocks drafted in one pass: bounds the memory of their logits
 TABLE_WIDTHS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
@@ -93,7 +94,7 @@ class Recording:
         domain: of the prompt
         answer: T token ids
         drafts: of the whole block, T - 1 positions; position i is the round with b = answer[i]
-        short: the same of the drafter run on half its block, with fewer masks (paper, Table 15)
+        short: the same from the drafter run on half its block, with fewer masks (paper, Table 15)
     """
 
     domain: str
@@ -110,7 +111,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: Path) -> "Recording":
-        """UserError for a file that is cut or is none of ours."""
+        """UserError for a file that is truncated or not from here."""
         try:
             with safe_open(path, framework="pt") as file:
                 def drafts(name: str) -> Drafts:
@@ -128,7 +129,7 @@ class Recording:
 def record(
     target: Target, draft: DraftHead, prompt_ids: Sequence[int], answer: Sequence[int], domain: str = ""
 ) -> Recording:
-    """Draft at every position of the target's own greedy answer. The domain is only noted."""
+    """Draft at every position of the target's own greedy answer. domain: only stored"""
     tokens = torch.tensor([*prompt_ids, *answer], device=target.device)
     _, features = target.read(tokens[:-1], draft.taps)
     anchors = torch.arange(len(prompt_ids), len(tokens) - 1, device=target.device)
@@ -143,7 +144,7 @@ def draft_at(
     """Draft a block of `size` tokens at each of the positions `anchors` (A,), BLOCKS of them in a pass.
 
     features (1, P, F) of the text's first P positions; tokens (P + 1,) int64, the text. A block sees the
-    features before its root, and itself, as it would alone.
+    features before its root and itself, just as if it were alone.
     """
     prefix, device = features.shape[1], tokens.device
     cache = KVCache(draft.config, prefix + BLOCKS * size, target.dtype, device)
@@ -209,8 +210,8 @@ class Step:
     R: int
 
 
-def committed(needs: Needs, position: int, width: int) -> int:
-    """R of the round there, whose tree has `width` nodes; cut where the answer ends."""
+def round_length(needs: Needs, position: int, width: int) -> int:
+    """R of the round at `position` with a tree of `width` nodes; cut where the answer ends."""
     return min(1 + bisect_right(needs[position], width), len(needs) - position)
 
 
@@ -218,7 +219,7 @@ def replay(needs: Needs, width: int) -> list[Step]:
     """The rounds of a decode in which trees have `width` nodes, the last one cut where the answer ends."""
     steps, position = [], 0
     while position < len(needs):
-        R = committed(needs, position, width)
+        R = round_length(needs, position, width)
         steps.append(Step(position, R))
         position += R
     return steps
@@ -229,9 +230,9 @@ class Replayable:
     """A recording, with the trees that policies would build at each of its T - 1 positions.
 
     Attributes:
-        masses: (T - 1, MAX_WIDTH) float32, masses of the candidates, best first, 0 where there are no more
+        masses: (T - 1, MAX_WIDTH) float32, masses of the candidates, best first, then 0
         chain_masses: (T - 1, L) float32, those of the top-1 prefixes
-        needs: by policy, of the widest tree it is asked for
+        needs: by policy, of the widest tree that is replayed
     """
 
     recording: Recording
@@ -277,7 +278,7 @@ class Shape:
 
     Attributes:
         parents, depths: as in `Tree`
-        slots: (N,) int64, a node's place in the table (L, ranks) of tokens, read row by row
+        slots: (N,) int64, each node's place in the table (L, ranks) of tokens, read row by row
     """
 
     parents: Tensor
@@ -286,7 +287,7 @@ class Shape:
 
     @classmethod
     def of(cls, branching: Sequence[int], drafts: Drafts) -> "Shape":
-        """branching: how many children a node has, by its depth from 0; one where the list has ended."""
+        """branching: how many children a node has, by its depth from 0; one beyond the list's end"""
         ranks, nodes, level = drafts.tokens.shape[2], [], [-1]
         for depth in range(drafts.depth):
             children = min(branching[depth], ranks) if depth < len(branching) else 1
@@ -311,7 +312,7 @@ class Lengths:
         widths: N
         rounds: how many there were
         R: tokens a round, after cuts
-        predicted: 1 plus the mean mass of the trees in these rounds, what the drafter's scores promise
+        predicted: what the drafter's scores promise: 1 plus the mean mass of these rounds' trees
     """
 
     widths: list[int]
@@ -325,8 +326,8 @@ class Corrections:
     """Where a chain's first rejections end: the rank of the target's token in q there (paper, Figure 4a).
 
     Attributes:
-        events: first rejections
-        shares: of them, by ranks; the last one is beyond those recorded
+        events: the number of first rejections
+        shares: of these, by ranges of ranks; the last range is beyond the ranks recorded
     """
 
     events: int
@@ -355,7 +356,7 @@ class Cap:
 
 @dataclass(frozen=True)
 class Packed:
-    """R at n packed rows; block: tokens drafted, the root's included."""
+    """R at n packed rows; block: tokens drafted, counting the root's"""
 
     n: int
     method: str
@@ -368,12 +369,12 @@ class Finding:
     """What the replay of a domain's prompts says.
 
     Attributes:
-        prompts, tokens: how many, tokens that rounds commit
+        prompts, tokens: how many; of tokens, those that rounds commit
         tree: best-first trees, N = 1 to MAX_WIDTH
         chain: chains cut to N = 1 to L
         corrections, reliability: over the rounds of the whole chain
         masses: sorted, the mean over the rounds of a decode with N = CURVE_WIDTH
-        accepted: in the same rounds and order, how often the target took that candidate: what masses promise
+        accepted: in the same rounds and order, how often the target took that candidate, as masses predict it
         chain_masses, chain_accepted: the same by depth over the chain's rounds
         shapes: R by shape of tree with SHAPE_WIDTH nodes, the chain's with L beside them
         rank_cap, shrink: paper, Appendix G.1 and Table 15
@@ -396,7 +397,7 @@ class Finding:
 
 
 def analyse(answers: Sequence[Replayable], domain: str = EVERYTHING) -> Finding:
-    """Everything of the paper's offline analyses, over answers with one round or more."""
+    """All of the paper's offline analyses, over answers with at least one round."""
     block, half = (getattr(answers[0].recording, name).depth + 1 for name in ("drafts", "short"))
 
     def R(policy: str, width: int) -> float:
@@ -467,7 +468,7 @@ def lengths(answers: Sequence[Replayable], policy: str, name: str, widths: Seque
 
 
 def corrections(answers: Sequence[Replayable]) -> Corrections:
-    """Of the chain's rounds; none where all of the chain was accepted, or the answer ended with it."""
+    """Over the chain's rounds, except where all of the chain was accepted, or the answer ended with it."""
     ranks = []
     for answer, step in chain_rounds(answers):
         recording, accepted = answer.recording, len(answer.needs["dflash"][step.position])
@@ -488,7 +489,7 @@ def chain_rounds(answers: Sequence[Replayable]) -> Iterator[tuple[Replayable, St
 
 
 def reliability(answers: Sequence[Replayable]) -> list[Bin]:
-    """The RANK_CAP best candidates at depth one, binned by q (paper, Figure 4b); empty bins are left out."""
+    """The RANK_CAP best candidates at depth one, binned by q (paper, Figure 4b), without empty bins."""
     said_q, hits = [], []
     for answer, step in chain_rounds(answers):
         drafts, said = answer.recording.drafts, answer.recording.answer[step.position + 1]
@@ -505,26 +506,23 @@ def reliability(answers: Sequence[Replayable]) -> list[Bin]:
 
 
 def mass_curve(finding: Finding, target: str, draft: str) -> MassCurve:
-    """What the width rule reads of a finding; target, draft: names of the pair."""
+    """A finding's mass curve, for the width rule; target, draft: names of the pair"""
     means = (finding.masses, finding.chain_masses, finding.accepted, finding.chain_accepted)
     rounded = [[float(f"{mean:.5g}") for mean in each] for each in means]
     rounds = finding.tree.rounds[finding.tree.widths.index(CURVE_WIDTH)]
     return MassCurve(*rounded, rounds, target, draft, RANK_CAP)
 
 
-def table(findings: Sequence[Finding]) -> list[str]:
+def length_table(findings: Sequence[Finding]) -> list[str]:
     """A Markdown table of R by width and domain, what the scores promise in brackets."""
-    lines = ["| R (promised) | " + " | ".join(finding.domain for finding in findings) + " |"]
-    lines.append("|---" * (len(findings) + 1) + "|")
+    heads, depth = ["R (promised)", *(finding.domain for finding in findings)], len(findings[0].chain_masses)
 
-    def row(name: str, lengths: Sequence[Lengths], place: int) -> str:
-        cells = [f"{each.R[place]:.2f} ({each.predicted[place]:.2f})" for each in lengths]
-        return f"| {name} | " + " | ".join(cells) + " |"
+    def row(name: str, lengths: Sequence[Lengths], place: int) -> list[str]:
+        return [name, *(f"{each.R[place]:.2f} ({each.predicted[place]:.2f})" for each in lengths)]
 
-    depth = len(findings[0].chain_masses)
-    lines.append(row(f"chain, N = {depth}", [finding.chain for finding in findings], depth - 1))
-    lines += [row(f"tree, N = {N}", [finding.tree for finding in findings], N - 1) for N in TABLE_WIDTHS]
-    return lines
+    chain = row(f"chain, N = {depth}", [finding.chain for finding in findings], depth - 1)
+    trees = [row(f"tree, N = {N}", [finding.tree for finding in findings], N - 1) for N in TABLE_WIDTHS]
+    return list(markdown(heads, [chain, *trees], names=len(heads)))
 
 
 # The command line
@@ -560,7 +558,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     if arguments.costs:
         from minicast.policy_replay import Measured
 
-        measured = Measured.read(arguments.costs)  # a wrong file is told before anything is recorded
+        measured = Measured.read(arguments.costs)  # a wrong file is reported before anything is recorded
     if arguments.analyse:
         idle = {"prompts", "limit", "max_new_tokens", "model", "draft_model", "device", "dtype"}
         note_no_effect("replay", sorted(arguments.changed & idle), "on --analyse")
@@ -600,7 +598,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "policies": policies and asdict(policies) | sources,
     }
     write_atomically(arguments.out / "analysis.json", json.dumps(report) + "\n")
-    print("\n".join(table(findings)))
+    print("\n".join(length_table(findings)))
     if policies:
         rounds = f"- rounds of {settings['draft']} on {settings['target']}; costs of {sources['costs']}"
         print("\n".join(["", *policies.lines(), "", rounds, f"- mass curve: {sources['curve']}"]))
@@ -611,8 +609,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def shipped_curve(settings: dict, depth: int) -> MassCurve | None:
-    """The curve beside the head, as `auto` reads it; None where there is none, or the head there is another by now."""
-    known = (Path(settings["draft"]), hub.HEADS.parent.parent / settings["draft"])  # a pair's is named from the root on
+    """The curve beside the head, as `auto` reads it; None if there is none, or the head has changed since."""
+    known = (Path(settings["draft"]), hub.HEADS.parent.parent / settings["draft"])  # a pair's path begins at the root
     file = next((place / "curve.json" for place in known if (place / "curve.json").is_file()), None)
     if file is None or head_digest(str(file.parent)) != settings["head"]:
         return None
@@ -620,21 +618,21 @@ def shipped_curve(settings: dict, depth: int) -> MassCurve | None:
 
 
 def middle(directory: Path, settings: dict) -> int:
-    """Positions up to the middle of a typical answer, as the decoder reckons before it begins."""
+    """Positions up to the middle of a typical answer, as the decoder estimates before it begins."""
     prompts = [len(example.prompt) for example in train_data.read_responses(directory / "answers.jsonl")]
     return int(median(prompts)) + settings["max_new_tokens"] // 2
 
 
 def record_prompts(arguments: argparse.Namespace) -> None:
-    """Record what the directory does not hold yet, so that a killed run goes on where it was.
+    """Record what the directory does not hold yet, so that a killed run resumes where it was.
 
-    Answers are the target's and stay when the head changes; drafts are a file a prompt, named after the head.
+    Answers are the target's and stay when the head changes. Drafts are one file a prompt, named after the head.
     """
     prompts = read_prompts(arguments.prompts, arguments.limit)
     placement = Placement.choose(arguments.device, arguments.dtype)
     choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts=True)
     head, tokenizer = head_digest(choice.draft), choice.tokenizer()
-    target, draft = choice.load(placement)  # so both names are right, and fit
+    target, draft = choice.load(placement)  # before anything is written: both names exist, and fit
     claim(
         arguments.out,
         {
@@ -662,12 +660,12 @@ def record_prompts(arguments: argparse.Namespace) -> None:
         path = arguments.out / f"{head[:8]}-{key[:16]}.safetensors"
         if not path.exists():
             record(target, draft, example.prompt, example.response, domains[example.prompt]).save(path)
-        elif (recording := Recording.load(path)).domain != domains[example.prompt]:  # of a file of another name
+        elif (recording := Recording.load(path)).domain != domains[example.prompt]:  # the prompt file was renamed
             replace(recording, domain=domains[example.prompt]).save(path)
 
 
 def head_digest(name: str) -> str:
-    """SHA-256 of the head's weights: a head that was trained further keeps its name."""
+    """SHA-256 of the head's weights, as a head that is trained further keeps its name."""
     digest = hashlib.sha256()
     for file in sorted(hub.resolve(name, "draft").glob("*.safetensors")):
         digest.update(file.read_bytes())
@@ -675,9 +673,9 @@ def head_digest(name: str) -> str:
 
 
 def read_recordings(directory: Path) -> tuple[dict, list[Recording]]:
-    """The settings, and every answer with a round that their head drafted, in the files' order.
+    """The settings, and every answer with rounds that their head drafted, in the files' order.
 
-    Where the head drafted some of the answers alone, after a kill or for fewer prompts, a line says so.
+    If the head drafted only some of the answers, after a kill or for fewer prompts, a line says so.
     """
     settings = claimed(directory)
     if settings is None or "head" not in settings:

@@ -1,4 +1,4 @@
-"""What a run of the bench found, as JSON and as Markdown, with what a reader needs to measure it again.
+"""What a run of the bench found, as JSON and as Markdown, with what a reader needs to repeat it.
 
 Figures are computed in `figures`; nothing is measured here.
 """
@@ -16,7 +16,7 @@ import torch
 from minicast.audit import Audit
 from minicast.command import Placement
 from minicast.figures import (
-    Prediction, Record, Row, difference_lines, located, prediction_table, repeat_table, shape_table, summary, table,
+    Prediction, Record, Row, difference_lines, located, prediction_table, repeat_table, shape_table, speed_table, summary,
 )
 from minicast.machine import TREE_DEPTH, Floor, cpu_name
 from minicast.probe import Costs, FullProbe
@@ -32,16 +32,16 @@ class Report:
     Attributes:
         depth: L of the head; 0 without one
         remark: what a reader has to know before any figure
-        settings: what decides the records
-        environment: what they were measured on, and how to measure them again
+        settings: everything that decides the records
+        environment: what they were measured on, and how to repeat it
         ar_over_floor: an AR step over the streaming floor; None without "ar"
         outside_share: by arm, the part of a round spent in no model, see `Share`
         tree_builder_ms: see `measure_tree_builder`
-        predictions: of the arms that chose their own width, beside the widths swept
-        costs: those that "auto" and "round" went by, by prefix length; none without these
-        buckets: packed rows that rounds were padded to, and so what a round of other sizes costs; none: unpadded
-        probes: the paper's, by prefix, where they were asked for
-        audit: whether tokens are the target's best, likewise
+        predictions: the arms that chose their own width, beside the widths swept
+        costs: those that "auto" and "round" used, by prefix length; empty without these arms
+        buckets: packed rows that rounds were padded to; none: unpadded
+        probes: the paper's, by prefix, if asked for
+        audit: whether tokens are the target's best, if asked for
         failures: departures that rounding does not explain, for people
     """
 
@@ -63,7 +63,7 @@ class Report:
     failures: list[str]
 
     def to_json(self) -> str:
-        """Everything but tokens and rounds one by one; an answer a line."""
+        """Everything but the single tokens and rounds; one answer a line."""
         values = asdict(replace(self, records=[]))
         values["floor"] |= {"ms": self.floor.ms, "ms_in_32_bits": self.floor.ms_in_32_bits}
         del values["records"]
@@ -72,7 +72,7 @@ class Report:
 
     def to_markdown(self) -> str:
         lines = [f"**{self.remark}**", ""] if self.remark else []
-        lines += [*table(self.rows), "", *shape_table(self.rows, self.depth)]
+        lines += [*speed_table(self.rows), "", *shape_table(self.rows, self.depth)]
         lines += repeat_table(self.rows, "seeds" if self.sampled else "repeats")
         if self.predictions:
             lines += [*prediction_table(self.predictions), ""]
@@ -135,7 +135,7 @@ class Report:
             yield f"{name}: {value}"
 
     def text_lines(self) -> Iterator[str]:
-        """What was asked, how tokens were chosen, and whether all arms gave the same."""
+        """What was asked, how tokens were chosen, and whether all arms gave the same text."""
         counts = [record.prompt_tokens for record in self.records]
         cut_to = ", ".join(map(str, self.settings["prefix"]))
         yield f"prompts of {min(counts)} to {max(counts)} tokens" + (f", cut to at most {cut_to}" if cut_to else "")
@@ -160,7 +160,7 @@ class Report:
 
 
 def environment(placement: Placement, source: str, command: Sequence[str], commit: str) -> dict:
-    """What a reader needs to judge a figure and to measure it again; commit: as the run began."""
+    """What a reader needs to judge a figure and to measure it again; commit: when the run began"""
     device = placement.device
     return {
         "command": shlex.join(["python", "-m", "minicast.bench", *command]),
@@ -174,7 +174,7 @@ def environment(placement: Placement, source: str, command: Sequence[str], commi
 
 
 def commit() -> str:
-    """The commit of this code, marked where files differ from it, those of results/ aside."""
+    """The commit of this code, marked if files other than those of results/ differ from it."""
 
     def git(*command: str) -> str:
         git_here = ["git", "-C", str(Path(__file__).parent), *command]

@@ -1,8 +1,8 @@
-"""What a bench measures: a target, a head and questions; real ones, or such with random weights.
+"""What a bench measures: a target, a head and questions, with real or random weights.
 
-Random weights of a published shape give the latencies of a model whose checkpoint cannot be had. A head of random
-weights beside a real target is the worst there can be. What either commits says nothing of trained ones, so every
-table made with them carries the subject's remark.
+Random weights of a published shape give the latencies of a model whose checkpoint is not available. A random head
+beside a real target is the worst case. What either commits says nothing about trained ones, so every table made with
+them carries the subject's remark.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from model.random_weights import SHAPES, random_head, random_pair
 from model.transformer import Target
 
 HEAD = "head"    # in the place of a shape's name: only the head's weights are random
-PREFIX = 1024    # tokens of a random prompt, if not said
-QUESTIONS = 4    # random prompts, if not said
+PREFIX = 1024    # tokens of a random prompt, by default
+QUESTIONS = 4    # random prompts, by default
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Subject:
 
     Attributes:
         source: where the weights come from, for people
-        remark: what a reader of any figure has to know; None: nothing out of the ordinary
+        remark: what a reader of any figure has to know; None: nothing special
         stop_ids: token ids that end an answer
-        load: on a placement, target and head; the head is None where none is needed
+        load: returns target and head on a placement; the head is None if none is needed
     """
 
     source: str
@@ -43,14 +43,14 @@ class Subject:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, placement: Placement, drafts: bool) -> "Subject":
-        """From the flags of `bench`; `drafts`: a head is needed."""
+        """From the flags of `bench`; drafts: whether a head is needed"""
         if arguments.random_weights and arguments.draft_vocabulary:
             raise UsageError("random weights have no frequent tokens: leave out --draft-vocabulary")
         if arguments.random_weights in SHAPES:
             return cls.of_shape(arguments.random_weights, arguments)
         only_head = arguments.random_weights == HEAD
         choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts or only_head)
-        prompts = read_prompts(arguments.prompts or [PROMPTS], arguments.limit)  # a wrong file is told before a download
+        prompts = read_prompts(arguments.prompts or [PROMPTS], arguments.limit)  # before any download: it may fail
         tokenizer = choice.tokenizer()
         asked = questions(prompts, tokenizer, arguments.prefix, arguments.max_new_tokens)
         if not only_head:

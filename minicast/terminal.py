@@ -28,12 +28,12 @@ class Screen:
         self.colours = self.stream.isatty() and not os.environ.get("NO_COLOR")
         self.line_open = False
         if hasattr(self.stream, "reconfigure"):
-            self.stream.reconfigure(errors="replace")  # what the terminal lacks is a question mark
+            self.stream.reconfigure(errors="replace")  # characters that the terminal lacks become question marks
 
     def write(self, text: str, style: str = PLAIN) -> None:
         if not text:
             return
-        self.line_open = not text.endswith("\n")  # first, for Ctrl-C may come once it is written
+        self.line_open = not text.endswith("\n")  # set before writing, since Ctrl-C may come right after it
         self.stream.write(style + text + RESET if style and self.colours else text)
         self.stream.flush()
 
@@ -48,13 +48,13 @@ class Answer:
 
     Attributes:
         method, width: as asked for
-        prompt_tokens: their number
+        prompt_tokens: how many the prompt has
         output: what the decoder measured
-        accepted: drafted tokens emitted, of every round
+        accepted: for every round, how many of the tokens emitted were drafted
         pieces: the text in (text, style); drafted tokens that were accepted are green
         stop_reason: the decoder's, or "interrupted", or "error"
-        error: what ended it then, for whoever showed what there is
-        token_ids: those of the text; the decoder may have more where it was interrupted
+        error: what ended it early, to be raised once the text is shown
+        token_ids: those of the text; the decoder may have more if it was interrupted
     """
 
     method: str
@@ -72,7 +72,7 @@ class Answer:
         return "".join(text for text, _ in self.pieces)
 
     def figures(self) -> dict:
-        """All of it, for JSON. Interrupted, the decoder may be a round ahead of what was shown."""
+        """Everything, for JSON. If interrupted, the decoder may be a round ahead of what was shown."""
         output, shown = self.output, len(self.accepted)
         return {
             "text": self.text,
@@ -104,7 +104,7 @@ class Answer:
             return [prompt, f"{decode}; stopped: {self.stop_reason}", *once]
         decode += f", {ms_per_token(output):.1f} ms a token; prompt to last token {output.wall_seconds:.2f} s"
         width = f" (N = {self._widths()})" if self.method not in UNSIZED else ""
-        accepted = self.accepted or [0]  # interrupted, the decoder may be a round ahead of what was shown
+        accepted = self.accepted or [0]  # if interrupted, the decoder may be a round ahead of what was shown
         (R, rounds), *others = sorted(Counter(output.round_lengths).items())
         return [
             prompt,
@@ -118,9 +118,9 @@ class Answer:
         ]
 
     def _widths(self) -> str:
-        """The width in use; where it was left to the decoder, how often it took which."""
+        """The width in use; if the decoder chose it, how often it took which."""
         if isinstance(self.width, int):
-            return str(max(self.output.widths))  # not as asked for: it may have been beyond the widest tree
+            return str(max(self.output.widths))  # not self.width, which may be beyond the widest tree
         counts = sorted(Counter(self.output.widths).items(), reverse=True)
         return f"{self.width}: " + ", ".join(f"{N} in {rounds} round{'s' if rounds > 1 else ''}" for N, rounds in counts)
 
@@ -132,7 +132,7 @@ def show_answer(
     """Decode an answer and show it as it comes. Ctrl-C ends it early, and so does a UserError once there is text.
 
     options: method, width and the other options of `Decoder.stream`
-    live: the text goes to the screen; trees: each round's packed tree does, and the text after the last
+    live: show the text as it comes; trees: show each round's packed tree, and the text after the last one
     """
     answer = Answer(options["method"], options["width"], len(prompt_ids))
     text = tokenizer.stream()
@@ -144,7 +144,7 @@ def show_answer(
 
     try:
         for step in decoder.stream(prompt_ids, **options):
-            # A character that spans tokens appears, and is coloured, with its last one.
+            # A character that spans tokens appears with the last of them, in its colour.
             show(text.push(step.token_ids[: step.accepted]), GREEN)
             show(text.push(step.token_ids[step.accepted :]), PLAIN)
             answer.token_ids += step.token_ids

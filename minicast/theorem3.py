@@ -4,7 +4,7 @@ Legend: n packed rows, V vocabulary size, K the most children a row can have, p_
 drafter's.
 
 It commits tokens by the same law as the direct walk of `verify`, and no more of them: `stochastic_choices` says why.
-So nothing needs it; it is here because the paper has it, and `verifier="stochastic"` runs it.
+So nothing needs it. It is here because the paper has it; `verifier="stochastic"` runs it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minicast.sampling import ACCEPTANCE, NO_CHOICE, PROPOSAL, gumbel, keyed_uniform
 
-FARTHEST = 600.0  # below the best sibling that a log proposal counts: e^-600 is not 0 yet, and noise beside it is not lost
+FARTHEST = 600.0  # lowest log proposal below the best sibling's: e^-600 is not yet 0, and 600 + noise still keeps the noise
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ def siblings(tokens: Tensor, parents: Tensor, log_mass: Tensor, max_children: in
     parents = parents.clamp(min=0)
     is_child = (rows > 0) & (parents != rows)                                                     # (n,)
 
-    # A child's column is the number of rows before it that have the same parent. What is no child goes to an
+    # A child's column is the number of earlier rows with the same parent. Rows that are not children go to an
     # extra row n, cut off afterwards.
     same_parent = (parents[:, None] == parents) & is_child                                        # (n, n)
     column = (same_parent & (rows[:, None] > rows)).sum(dim=1).clamp(max=max_children - 1)        # (n,)
     cell = (torch.where(is_child, parents, n), column)
     child_tokens = tokens.new_zeros(n + 1, max_children).index_put(cell, tokens)
-    log_mass = log_mass.double()  # the largest float32 masses differ by more than float32 holds
+    log_mass = log_mass.double()  # large float32 values may differ by more than float32 holds
     log_q = torch.where(is_child, log_mass - log_mass[parents], -torch.inf)
     child_log_q = log_q.new_full((n + 1, max_children), -torch.inf).index_put(cell, log_q)
     return Siblings(child_tokens[:n], child_log_q[:n])
@@ -66,10 +66,10 @@ def stochastic_choices(
     be drawn. So each child c is committed with probability exactly p(c), as by one direct draw from p: the
     law of the token at every visited row is that of the direct walk, hence by induction over the rows also
     the law of (path, next token), and of the committed length R. Trying several children gains nothing over a
-    single draw here, because the recursion tries every child the tree retains, and a draw from p that falls
-    on any of them is accepted too. (A child that was rejected has mu(c) = 0 from then on, so the final draw
-    can never be a child: what is committed is a child if and only if it was accepted.) The two differ in text
-    for a given seed, and only the direct walk repeats AR's text.
+    single draw here: the recursion tries every child the tree retains, and a draw from p that falls on any of
+    them is accepted too. (A rejected child has mu(c) = 0 from then on, so the final draw is never a child: a
+    committed token is a child if and only if it was accepted.) For a given seed the two give different texts,
+    and only the direct walk repeats AR's text.
 
     Rejection changes mu at the children and scales it by a common factor elsewhere, so the recursion works on
     (n, K) values and the vocabulary is read once, by the final draw. Nothing in a row depends on another row
@@ -84,8 +84,8 @@ def stochastic_choices(
     Returns (n,) int64; NO_CHOICE at a row without finite log p, as `minicast.sampling.choose`.
     """
     # Sorting by log q + Gumbel noise puts the children in the order in which drawing without replacement,
-    # each time by the renormalised proposal, would draw them. Beside huge numbers noise would be lost to rounding, and
-    # with it the law; any proposal keeps it, so one of the same order serves that lies within FARTHEST.
+    # each time by the renormalised proposal, would draw them. Added to huge numbers, noise would be lost to rounding
+    # and the law would be wrong. Any proposal gives the right law, so log q is clamped to within FARTHEST of the best.
     log_q = children.log_q.double()                                                               # (n, K)
     best = log_q.amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)              # (n, 1)
     log_q = torch.where(log_q > -torch.inf, (log_q - best).clamp(min=-FARTHEST), -torch.inf)      # (n, K)
@@ -105,7 +105,7 @@ def stochastic_choices(
     scores = outside + noise
     final = scores.argmax(dim=1, keepdim=True)                                                    # (n, 1)
     has_mass = scores.gather(1, final) > -torch.inf                                               # (n, 1)
-    # With no mass outside (rounding alone leads here), the last candidate that has any is accepted.
+    # If no mass is left outside (only rounding leads here), the last candidate that has any is accepted.
     last = torch.where(p > 0, torch.arange(p.shape[1], device=p.device), -1).argmax(dim=1, keepdim=True)
     choice = torch.where(has_mass, final, tokens.gather(1, last))
     choice = torch.where(accepted.any(dim=1, keepdim=True), tokens.gather(1, first), choice)
@@ -131,7 +131,7 @@ def acceptance(p: Tensor, log_q: Tensor) -> Tensor:
         onward = (mu - q).clamp(min=0)
         mass = elsewhere + onward.sum(dim=1, keepdim=True)             # (n, 1)
         ratio = mu[:, :1] / q[:, :1]
-        # No mass to go on with means mu = q~: accept (but never a token that the target excludes).
+        # No mass left to go on with means mu = q~: accept (but never a token that the target excludes).
         ratio = torch.where((mass <= 0) & (mu[:, :1] > 0), 1.0, ratio)
         accept.append(ratio.clamp(max=1).nan_to_num(0.0))
         going_on = mass > 0

@@ -5,7 +5,7 @@ of width N commits 1 + g(N) tokens a round, g(N) = rho_1 + ... + rho_N, and a ro
 
     l(N) = draft + h(N) + target(1 + N) milliseconds,
 
-h(N) being what packing and gathering cost and, up to N = L, scoring one more of the block's L positions a node. The
+h(N) being the cost of packing, gathering and, up to N = L, scoring one more of the block's L positions a node. The
 next node takes l(N+1) - l(N), and in that time the decoder, at its throughput f(N) = (1 + g(N)) / l(N), would have
 produced f(N) · (l(N+1) - l(N)) tokens. So it is worth adding, if and only if
 
@@ -13,10 +13,10 @@ produced f(N) · (l(N+1) - l(N)) tokens. So it is worth adding, if and only if
 
 Where cost is affine, with c1 ms a node, the first N that fails this is the best one (Theorem 2). Where it bends or
 steps, at a kernel's tile or a captured bucket, throughput may rise again, and the best of all such N is taken.
-Autoregressive decoding is not in that family, for it does not pay the drafter: it is N = 0, compared last.
+Autoregressive decoding does not run the drafter, so the rule does not cover it: it is N = 0, compared last.
 
-The rule predicts; what a text then turns out to be worth is in `back_off`, and who asks for a width, round after
-round, in `policy`.
+The rule predicts. `back_off` follows what a text turns out to be worth; the policies that are asked for a width in
+each round are in `policy`.
 
 This file is arithmetic: it measures nothing and knows no model. Costs are measured in `probe`.
 """
@@ -31,12 +31,12 @@ from numbers import Integral
 from statistics import fmean, linear_regression
 
 MAX_WIDTH = 127  # packed rows n = N + 1 stay within 128, the paper's grid and the widest bucket
-UNINFORMED = 15  # where no cost and no mass can be known
-FIT_FROM = 16    # the paper fits its line from 16 packed rows on: fewer take other kernels
+UNINFORMED = 15  # where neither costs nor masses can be known
+FIT_FROM = 16    # the paper fits its line from 16 packed rows on: fewer rows run other kernels
 
 
 def clamp_width(width: int) -> int:
-    """A width the decoder can run: 0 is AR, and above MAX_WIDTH it is MAX_WIDTH, with a warning."""
+    """A width the decoder can run: 0 is AR; above MAX_WIDTH it becomes MAX_WIDTH, with a warning."""
     if not isinstance(width, Integral) or width < 0:
         raise ValueError(f"a width is a whole number, 0 (AR) to {MAX_WIDTH}, not {width!r}")
     if width > MAX_WIDTH:
@@ -77,9 +77,8 @@ class CostModel:
     def at(self, n: int) -> float:
         """Milliseconds of a pass over n rows, or over the bucket that n is padded to.
 
-        As measured where it was measured, and on straight lines between. Beyond the ends it goes on from the
-        last point with the fitted slope: above, never downwards; below, never under what n rows would take if the
-        smallest pass were shared out by the row.
+        Measured values, linear in between. Beyond the ends it continues from the last point with the fitted slope;
+        but above it never falls, and below it is never less than n rows' share of the smallest pass.
         """
         if self.buckets and n <= self.buckets[-1]:
             n = self.buckets[bisect_left(self.buckets, n)]
@@ -112,8 +111,16 @@ def best_drafted(masses: Sequence[float], times: Sequence[float]) -> int:
     """
     committed = list(accumulate(masses, initial=1.0))  # 1 + g(N)
     throughput = [R / ms for R, ms in zip(committed, times)]
-    # Where cost is affine, this is the first N that fails the rule (Theorem 2); else the best of all that fail it.
+    # Where cost is affine, this is the first N that fails the rule (Theorem 2), elsewhere the best of those that do.
     return max(range(1, len(masses) + 1), key=lambda N: (throughput[N], N), default=0)
+
+
+def line_width(masses: Sequence[float], times: Sequence[float], slope: float) -> int:
+    """The first N >= 1 whose next node fails Theorem 2 at `slope` ms a node, whatever it was measured to take; 0 if
+    there are no masses.
+    """
+    steps = zip(accumulate(masses, initial=1.0), times, masses)  # 1 + g(N), l(N) and the mass of node N + 1
+    return next((N for N, (R, ms, mass) in enumerate(steps) if N > 0 and mass < R / ms * slope), len(masses))
 
 
 def stopping_width(
@@ -132,7 +139,9 @@ class Decision:
     width: int                           # N*; 0 is AR
     drafted_width: int                   # best N >= 1; N* unless AR won; 0 if nothing can be drafted
     slope: float                         # c1, ms a node: the fitted line's and the overhead's
-    threshold: float                     # throughput at drafted_width times c1: what a node's mass must reach
+    line_width: int                      # the paper's: where a node stops paying if each takes c1 ms
+    threshold: float                     # throughput at line_width times c1: what a node's mass must reach there
+    between_ms: float                    # what the nodes between line_width and drafted_width take, as measured
     next_step_ms: float                  # l(N+1) - l(N) at drafted_width: not c1 where the table bends
     next_threshold: float                # likewise: what the next node's mass must reach
     masses: dict[int, float]             # rho by N, around the stop
@@ -143,25 +152,29 @@ class Decision:
 
     @property
     def expected(self) -> float:
-        """R at drafted_width by the best knowledge."""
+        """R at drafted_width: the recorded one if there is one."""
         return self.promised if self.recorded is None else self.recorded
 
     def lines(self) -> list[str]:
         """What `--explain` prints."""
-        N, speed = self.drafted_width, self.tokens_per_second
+        N, line, speed = self.drafted_width, self.line_width, self.tokens_per_second
         predicted = "predicted " + ", ".join(f"{method} {rate:.1f} tok/s" for method, rate in speed.items())
         if N == 0:
             return [predicted, "width 0, which is AR: there is no candidate to verify"]
         lines = [
-            f"slope {self.slope:.4f} ms a node: on the fitted line one pays above mass {self.threshold:.4f}",
+            f"fitted line, {self.slope:.4f} ms a node: stop at {line}, where a node pays from mass {self.threshold:.4f} on",
             "masses " + ", ".join(f"{mass:.4f} (node {node})" for node, mass in self.masses.items()),
         ]
+        stop = f"measured times: stop at {N}"
+        if N != line:
+            low, high = sorted((N, line))
+            nodes = f"node {high} takes" if high == low + 1 else f"nodes {low + 1} to {high} take"
+            stop += f" ({nodes} {self.between_ms:.4f} ms, on the line {self.slope * (high - low):.4f} ms)"
         if N + 1 in self.masses:
-            step = f"node {N + 1} would add {self.next_step_ms:.4f} ms"
-            lines.append(f"stop at {N}: {step}, so it would pay from mass {self.next_threshold:.4f} on")
+            stop += f"; node {N + 1} would take {self.next_step_ms:.4f} ms and pay from mass {self.next_threshold:.4f} on"
         else:
-            lines.append(f"stop at {N}: no candidate is left")
-        lines.append(predicted)
+            stop += "; no candidate is left"
+        lines += [stop, predicted]
         scores = "" if self.recorded is None else f" (the scores promise {self.promised:.2f})"
         expected = f"R {self.expected:.2f} expected{scores}, {self.break_even:.2f} needed to be as fast as AR"
         if self.width:
@@ -181,8 +194,8 @@ def decide(
 ) -> Decision:
     """N* with its reasons.
 
-    The scores rank candidates well and promise too much. So where it is known how often rounds accepted the
-    candidate of each rank, that decides between drafting and AR; how wide to draft is left to the masses (paper).
+    The scores rank candidates well but promise too much. So if it is known how often the candidate of each rank
+    was accepted, that decides between drafting and AR; how wide to draft is still left to the masses (paper).
 
     chain_masses: those of the top-1 prefix at each depth, 1 to L, or the shares accepted
     accepted: shares by rank, as long as masses
@@ -201,14 +214,17 @@ def decide(
     h_slope = 0.0
     if callable(overhead_ms) and len(masses) > 1:
         h_slope = (overhead_ms(len(masses)) - overhead_ms(1)) / (len(masses) - 1)
-    slope, throughput, next_step_ms = cost.slope + h_slope, promised / times[N], times[N + 1] - times[N]
+    slope, next_step_ms = cost.slope + h_slope, times[N + 1] - times[N]
+    line = line_width(masses, times, slope)
     return Decision(
         width=N if expected / times[N] > 1.0 / times[0] else 0,
         drafted_width=N,
         slope=slope,
-        threshold=throughput * slope,
+        line_width=line,
+        threshold=(1.0 + sum(masses[:line])) / times[line] * slope,
+        between_ms=times[max(N, line)] - times[min(N, line)],
         next_step_ms=next_step_ms,
-        next_threshold=throughput * next_step_ms,
+        next_threshold=promised / times[N] * next_step_ms,
         masses={n: masses[n - 1] for n in range(max(N - 2, 1), min(N + 3, len(masses)) + 1)},
         promised=promised,
         recorded=recorded,

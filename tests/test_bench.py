@@ -147,7 +147,7 @@ def test_timer_follows_the_paper(decoder, monkeypatch, arm):
             return original(*arguments)
 
         monkeypatch.setattr(model, "forward", forward)
-    output = bench.measure(decoder, arm, [1, 2, 3], {"max_new_tokens": 20})
+    output = bench.measure_answer(decoder, arm, [1, 2, 3], {"max_new_tokens": 20})
     rounds = len(output.round_lengths)
     drafts = 0 if arm.method == "ar" else rounds
     assert output.decode_seconds == 1000 * rounds + max(drafts - 1, 0)
@@ -286,7 +286,7 @@ def test_finds_the_first_departure(decoder):
     prompt = [1, 2, 3]
     sampled = {"temperature": 0.8, "seed": 5}
     for options in ({}, sampled, sampled | {"top_k": 9, "top_p": 0.7}):
-        answer = bench.measure(decoder, Arm("ar"), prompt, {"max_new_tokens": 10} | options).token_ids
+        answer = bench.measure_answer(decoder, Arm("ar"), prompt, {"max_new_tokens": 10} | options).token_ids
         assert audit.first_departure(decoder.target, prompt, answer, list(answer), options) is None
         other = answer[:6] + [(answer[6] + 1) % 256] + answer[7:]
         departure = audit.first_departure(decoder.target, prompt, answer, other, options)
@@ -322,7 +322,7 @@ def test_only_a_wide_gap_in_float32_is_a_failure():
 def test_audit_finds_every_token_that_is_not_the_best(decoder):
     """Against one pass a token: positions, tokens and gaps, of a right answer, a changed one and of none."""
     prompt, target = [1, 2, 3], decoder.target
-    answer = bench.measure(decoder, Arm("ar"), prompt, {"max_new_tokens": 12}).token_ids
+    answer = bench.measure_answer(decoder, Arm("ar"), prompt, {"max_new_tokens": 12}).token_ids
     assert audit.audit(target, prompt, answer) == audit.audit(target, prompt, []) == []
     changed = answer[:4] + [(answer[4] + 1) % 256] + answer[5:]
     expected = []
@@ -338,7 +338,7 @@ def test_audit_finds_every_token_that_is_not_the_best(decoder):
 
 def test_audit_counts_equal_texts_once_and_bounds_gaps(decoder):
     """Methods that gave one text are named together; a gap above the bound of the dtype is a failure."""
-    answer = bench.measure(decoder, Arm("ar"), [1], {"max_new_tokens": 6}).token_ids
+    answer = bench.measure_answer(decoder, Arm("ar"), [1], {"max_new_tokens": 6}).token_ids
     other = answer[:-1] + [(answer[-1] + 1) % 256]
     records = [a_record("ar"), a_record("dflash"), a_record("cast N=3"), a_record("ar", repeat=1)]
     for record, tokens in zip(records, (answer, answer, other, answer)):
@@ -462,7 +462,7 @@ def test_figures_from_known_times():
     assert rows["a", "ar"].speedup is rows["a", "ar"].gain is rows["a", "dflash"].gain is None
     assert rows["a", "dflash"].speedup == 2
     assert row.R_difference.mean == 3 - 1.5 and rows["a", "ar"].R_difference is None
-    table = list(figures.table(list(rows.values())))
+    table = list(figures.speed_table(list(rows.values())))
     assert len({line.count("|") for line in table}) == 1 and len(table) == 2 + 9
 
 
@@ -581,7 +581,7 @@ def test_seeds_have_a_mean_and_a_range():
 def test_the_widest_tree_warms_up_first(monkeypatch):
     """A width that is chosen may be the widest there is."""
     order = []
-    monkeypatch.setattr(bench, "measure", lambda decoder, arm, *_: order.append(str(arm)))
+    monkeypatch.setattr(bench, "measure_answer", lambda decoder, arm, *_: order.append(str(arm)))
     arms = [Arm("ar"), Arm("cast", 7), Arm("cast", "auto"), Arm("cast", 126), Arm("dflash"), Arm("cast", "round")]
     bench.warm_up(dict.fromkeys(arms), [1], {})
     assert order[:4] == ["cast N=auto", "cast N=round", "cast N=126", "cast N=7"]
@@ -704,7 +704,7 @@ def test_figures_without_rounds_or_references():
     assert rows[0].speedup is rows[0].R is rows[0].prompt_speedup is None
     alone = figures.summarise([a_record("cast")], seed=0)[0]
     assert alone.ms_per_token == 250 and alone.speedup is alone.gain is alone.break_even is None
-    assert len(list(figures.table(rows))) == 2 + len(rows)
+    assert len(list(figures.speed_table(rows))) == 2 + len(rows)
     lines = figures.comparison_lines([empty, a_record("ar")])
     assert [line.split()[0] for line in lines] == ["method", "cast", "ar"]
 
@@ -726,7 +726,7 @@ def test_every_figure_stands_under_its_own_head():
         repeat_speedup=figures.Spread(12, 11.5, 12.5), repeat_gain=figures.Spread(13, 12.5, 13.5),
         R_difference=estimate(14),
     )
-    assert cells(figures.table([row])) == {
+    assert cells(figures.speed_table([row])) == {
         "domain": "d", "method": "cast N=7", "ms/token": "2.00", "wall ms/token": "3.00", "R": "1.00",
         "break-even R": "5.00", "speedup over AR, pooled": "6.00",
         "speedup over AR, mean of prompts": "8.00 [7.50, 8.50]", "by wall time, pooled": "7.00",
@@ -750,6 +750,12 @@ def test_every_figure_stands_under_its_own_head():
         "speedup over AR, mean of prompts": "1.00", "oracle": "cast N=3", "its speedup, mean of prompts": "2.00",
         "gap, points": "3.00 [2.50, 3.50]", "gap in gain over DFlash": "4.00",
     }
+
+
+@pytest.mark.parametrize("names, line", [(1, "|---|---:|---:|"), (2, "|---|---|---:|"), (3, "|---|---|---|")])
+def test_names_are_aligned_left_and_figures_right(names, line):
+    rows = ["| 1 | 2 | 3 |", "| x |  | y |"]
+    assert list(figures.markdown("abc", ["123", ["x", "", "y"]], names)) == ["| a | b | c |", line, *rows]
 
 
 def test_a_comparison_has_each_methods_own_figures():

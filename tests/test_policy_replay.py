@@ -104,7 +104,8 @@ def test_the_table_names_the_best_width(answers):
 def test_a_row_of_the_table():
     """Each figure in its own column; the gap is what auto lacks."""
     fixed, chosen = {"d": {0: 1.0, 3: 1.5, 7: 2.0}}, {"d": {"auto": 1.75, "round": 1.6}}
-    head, _, row = Policies(3, 0.1, fixed, chosen).lines()
+    head, line, row = Policies(3, 0.1, fixed, chosen).lines()
+    assert line == "|---|---:|---:|---:|---:|---:|---:|"
     heads, cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in (head, row))
     assert dict(zip(heads, cells, strict=True)) == {
         "speed over AR, pooled": "d", "N* = 3": "1.50", "auto": "1.75", "round": "1.60", "best fixed": "N = 7",

@@ -245,7 +245,7 @@ def test_one_disturbed_part_makes_a_disturbed_probe(disturbable, target, draft, 
 
 def test_a_wider_proposal_never_costs_less(target, draft, monkeypatch):
     """Noise aside: a dip would make nodes free."""
-    monkeypatch.setattr(Passes, "measure", lambda self, runs, **how: Timings(dict(zip(runs, (9.0, 5.0, 4.0, 6.0)))))
+    monkeypatch.setattr(Passes, "timings", lambda self, runs, **how: Timings(dict(zip(runs, (9.0, 5.0, 4.0, 6.0)))))
     costs = Passes(Decoder(target, draft), 64).costs((1,))
     assert (costs.proposed, costs.propose_ms) == ((1, DEPTH, MAX_WIDTH), (5.0, 5.0, 6.0))
 
@@ -295,7 +295,7 @@ def test_full_probe(target, draft, table):
     assert found.decision.width == stopping_width(GOOD, cost, table.draft_ms) == 82
     text = "\n".join(found.lines())
     assert found.prefix == 512 and "after 512 positions" in text  # 1,024 do not fit this context
-    assert f"| ms | {' | '.join(f'{ms:.1f}' for ms in milliseconds)} |\n" in text
+    assert f"|---|{len(milliseconds) * '---:|'}\n| ms | {' | '.join(f'{ms:.1f}' for ms in milliseconds)} |\n" in text
     assert "draft with a tree of 1 5.00 ms, of 7 5.00 ms, of 127 5.00 ms\n" in text
     assert "N* = 82 follows" in text and f"{line.intercept:.2f} + {line.slope:.4f} n ms" in text
     assert not (draft.directory / "cache" / "costs").exists() and decoder.state.prefix == 0
@@ -734,7 +734,7 @@ def test_probe_time_is_no_answer_time(target, draft, monkeypatch):
     ship(draft)
     decoder = Decoder(target, draft)
     order, costs = [], Costs((1, 128), (1.0, 1.0), (1.0, 1.0))
-    monkeypatch.setattr(probe, "measure", lambda *known: order.append("probe") or costs)
+    monkeypatch.setattr(probe, "measure_costs", lambda *known: order.append("probe") or costs)
     monkeypatch.setattr(decode, "clock", lambda device: order.append("clock") or clock(device))
     decoder.generate(prompt_of(5), max_new_tokens=3)
     assert order[0] == "probe" and "probe" not in order[1:]

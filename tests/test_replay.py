@@ -261,7 +261,7 @@ def test_promises_are_means_of_masses(answers):
 def test_the_table_has_the_replayed_length_and_beside_it_the_promised_one(answers):
     """Of each width its own, domain by domain, the whole chain first."""
     findings = [replay.analyse(answers[:1], "a"), replay.analyse(answers)]
-    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in replay.table(findings)]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in replay.length_table(findings)]
     assert head == ["R (promised)", "a", "all"]
     expected = {f"chain, N = {DEPTH}": [(finding.chain, DEPTH) for finding in findings]}
     expected |= {f"tree, N = {N}": [(finding.tree, N) for finding in findings] for N in replay.TABLE_WIDTHS}
@@ -603,7 +603,7 @@ def test_prompts_go_by_the_domain_that_they_are_given_last(command, tmp_path, ca
     capsys.readouterr()
     status, out = command("--prompts", str(other))
     printed = capsys.readouterr()
-    assert status == 0 and "| R (promised) | sums | all |" in printed.out and "another domain" not in printed.err
+    assert status == 0 and "| R (promised) | sums | all |\n|---|---|---|\n" in printed.out and "another domain" not in printed.err
     other.write_text('"another"\n' + other.read_text())
     assert command("--prompts", str(tmp_path / "maths.jsonl"), str(other))[0] == 0
     printed = capsys.readouterr()

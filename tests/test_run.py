@@ -214,8 +214,8 @@ def test_attention_flag_reaches_the_decoder(cli, spy):
 def test_explain_and_reprobe(cli, monkeypatch):
     """The rule's figures go to stderr, text stays alone on stdout; costs are measured again when asked, only then."""
     probed = []
-    measure = probe.measure
-    monkeypatch.setattr(probe, "measure", lambda *known: probed.append(0) or measure(*known))
+    measure = probe.measure_costs
+    monkeypatch.setattr(probe, "measure_costs", lambda *known: probed.append(0) or measure(*known))
     few = ("--raw", "--max-new-tokens", "4")
     assert cli(*few)[0] == 0
     probed.clear()
@@ -633,7 +633,7 @@ def test_compare_fails_on_a_real_departure(cli, monkeypatch):
 @pytest.mark.parametrize("at, texts", [(2, 0), (5, 2)], ids=["warming up", "third method"])
 def test_compare_interrupted_shows_what_there_is(cli, expected, monkeypatch, at, texts, error, code):
     """Methods that were finished with their figures, or else the text so far."""
-    calls, measure = [], bench.measure
+    calls, measure = [], bench.measure_answer
 
     def interrupted(decoder, *arguments):
         calls.append(arguments)
@@ -644,7 +644,7 @@ def test_compare_interrupted_shows_what_there_is(cli, expected, monkeypatch, at,
 
     for flags in ([], ["--json"]):
         calls.clear()
-        monkeypatch.setattr(bench, "measure", interrupted)
+        monkeypatch.setattr(bench, "measure_answer", interrupted)
         status, out, err = cli("--raw", "--max-new-tokens", "40", "--compare", *flags)
         missing = "cast N=auto" if texts else "ar, dflash, cast N=auto"
         assert status == code and f"run.py: stopped, not measured: {missing}\n" in err

@@ -15,7 +15,7 @@ from minicast.back_off import (
     BANK, BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, LENT, MEMORY, NEIGHBOURS, RECORDED_BUDGET, RECORDED_TRY_SHARE,
     TRUSTED_FROM, TRY_SHARE, BackOff, Pace, Trust,
 )
-from minicast.policy import AutoWidth, FixedWidth, RoundWidth, paying_width
+from minicast.policy import AutoWidth, RoundWidth, paying_width
 from minicast.tree import Tree
 from minicast.width import MAX_WIDTH, CostModel, clamp_width, decide, round_times, stopping_width
 
@@ -255,7 +255,38 @@ def test_decision_reports_all_methods():
     assert decision.next_step_ms == pytest.approx(5.9 / 32)
     assert decision.break_even == pytest.approx((DRAFT_MS + 24.4) / 17.2)
     text = "\n".join(decision.lines())
-    assert "stop at 95: node 96 would add 0.1844 ms" in text and "width 95" in text
+    assert "measured times: stop at 95 (" in text and "; node 96 would take 0.1844 ms" in text and "width 95" in text
+
+
+def test_both_stops_are_told():
+    """Theorem 2 with c1 ms a node stops word for word where the paper says, on any table; what the measured times make
+    of the nodes between the two stops is told, and never hides that they differ. Guards one threshold told for both.
+    """
+    rng, order = random.Random(6), set()
+    for shape in ["affine", "bent", "stepped"] * 300:
+        masses, cost, draft_ms = random_masses(rng), random_cost(rng, shape), rng.uniform(0, 8)
+        decision = decide(masses, cost, draft_ms)
+        L, N = decision.line_width, decision.drafted_width
+        assert L == first_failure(masses, cost, draft_ms)
+        assert decision.threshold == pytest.approx(throughput(L, masses, cost, draft_ms) * cost.slope)
+        if N > L:  # only for less than the line says does a node pay that fails by the line
+            assert decision.between_ms < cost.slope * (N - L)
+        lines = decision.lines()
+        assert (f"stop at {N} (node" in lines[2]) == (L != N)
+        order.add((N > L) - (N < L))
+    assert order == {-1, 0, 1}
+
+
+def test_a_table_below_its_line_is_explained():
+    """Eight rows cost hardly more than six: the line stops at 5, the measured times at 7; both figures are the table's."""
+    cost = CostModel.fit([1, 6, 8, 16, 32], [20.0, 25.0, 25.5, 40.0, 56.0])
+    decision = decide([0.8, 0.5, 0.3, 0.2, 0.15, 0.05, 0.04, 0.02], cost, draft_ms=5.0)
+    assert decision.lines()[:3] == [
+        "fitted line, 1.0000 ms a node: stop at 5, where a node pays from mass 0.0983 on",
+        "masses 0.1500 (node 5), 0.0500 (node 6), 0.0400 (node 7), 0.0200 (node 8)",
+        "measured times: stop at 7 (nodes 6 to 7 take 0.5000 ms, on the line 2.0000 ms); "
+        "node 8 would take 1.8125 ms and pay from mass 0.1807 on",
+    ]
 
 
 def test_decisions_at_the_ends():
@@ -280,24 +311,26 @@ def play(back_off: BackOff, rounds: int, committed: int, ar_tokens: float = 2.0)
     return done
 
 
-def answer_time(policy, tokens: int, ar_tokens: float, committed, promised: float = 1.0) -> float:
-    """Time of an answer of so many tokens, in AR tokens; a drafted round commits `committed()` of them, whatever the sum
-    of its masses, `promised`."""
+def answer_time(back_off: BackOff, tokens: int, ar_tokens: float, committed, promised: float = 1.0) -> float:
+    """Time of an answer of so many tokens, in AR tokens; a drafted round takes `ar_tokens` of them and commits
+    `committed()` tokens, whatever the sum of its masses, `promised`.
+
+    The back-off is driven with numbers alone, for speed: `test_auto_width_goes_by_its_back_off` has the trees.
+    """
     emitted = spent = 0
     while emitted < tokens:
-        N = policy.width
-        policy.keep(tree_of([promised] * N))
-        R = min(committed(), tokens - emitted) if N else 1
-        took = ar_tokens if N else 1
-        policy.observe(N, R, took / 1e3)
+        drafted = back_off.drafting
+        R, took = (min(committed(), tokens - emitted), ar_tokens) if drafted else (1, 1.0)
+        back_off.observe(drafted, R, took / 1e3, promised=promised, predicted_ms=took, ar_ms=1.0)
         emitted += R
         spent += took
     return spent
 
 
-def adaptive(ar_tokens: float) -> AutoWidth:
-    """A policy whose one width takes the time of `ar_tokens` tokens of AR."""
-    return AutoWidth(1, [1.0, ar_tokens], BackOff(purse=2.0))
+class Drafting(BackOff):
+    """Never pauses."""
+
+    drafting = True
 
 
 def geometric(rng: random.Random, acceptance: float, depth: int = 7):
@@ -364,7 +397,7 @@ def test_auto_is_at_most_3_percent_slower_than_ar(ar_tokens, tokens, promised):
     """Whatever the head does, and promises: nothing accepted, or lengths drawn to empty the purse again and again."""
     rng = random.Random(f"{ar_tokens} {tokens}")
     heads = [lambda: 1] + [geometric(rng, acceptance) for acceptance in [0.1, 0.3, 0.5] * 30]
-    worst = max(answer_time(adaptive(ar_tokens), tokens, ar_tokens, head, promised) for head in heads)
+    worst = max(answer_time(BackOff(purse=2.0), tokens, ar_tokens, head, promised) for head in heads)
     assert worst <= 1.03 * tokens + 0.5
 
 
@@ -374,11 +407,11 @@ def test_back_off_leaves_a_good_head_alone():
     Means over 400 answers of 128 tokens; seeds are fixed.
     """
     rng = random.Random(0)
-    always = sum(answer_time(FixedWidth(1), 128, 1.6, geometric(rng, 0.65)) for _ in range(400))
-    policy, guarded = adaptive(1.6), 0.0
+    always = sum(answer_time(Drafting(), 128, 1.6, geometric(rng, 0.65)) for _ in range(400))
+    back_off, guarded = BackOff(purse=2.0), 0.0
     for _ in range(400):
-        policy.back_off.begin()
-        guarded += answer_time(policy, 128, 1.6, geometric(rng, 0.65))
+        back_off.begin()
+        guarded += answer_time(back_off, 128, 1.6, geometric(rng, 0.65))
     assert guarded <= always / 0.97
 
 
@@ -388,16 +421,17 @@ def test_auto_follows_the_machine_when_the_probe_was_wrong():
     record = SimpleNamespace(recorded=2.3, promised=2.3, break_even=1.8)  # of all texts together
     for ar_ms, drafted_ms in [(0.9, 1.98), (1.0, 1.8), (1.1, 1.62)]:
         for acceptance in (0.1, 0.3, 0.45, 0.5, 0.6, 0.7):
-            rng, policy = random.Random(f"{ar_ms} {acceptance}"), AutoWidth(1, [1.0, 1.8], BackOff())
-            draw, spent = geometric(rng, acceptance), 0.0
+            back_off, draw, spent = BackOff(), geometric(random.Random(f"{ar_ms} {acceptance}"), acceptance), 0.0
             for _ in range(200):
-                policy.back_off.begin(record)
+                back_off.begin(record)
                 emitted = 0
                 while emitted < 128:
-                    N = policy.width
-                    policy.keep(tree_of([1.0] * N))  # they tell nothing of the text
-                    R, took = (draw(), drafted_ms) if N else (1, ar_ms)
-                    policy.observe(N, R, took / 1e3)
+                    drafted = back_off.drafting
+                    R, took, predicted_ms = (draw(), drafted_ms, 1.8) if drafted else (1, ar_ms, 1.0)
+                    back_off.observe(
+                        drafted, R, took / 1e3, predicted_ms=predicted_ms, ar_ms=1.0,
+                        promised=1.0,  # of every round: masses tell nothing of the text
+                    )
                     emitted, spent = emitted + R, spent + took
             spent /= 200 * 128
             assert spent <= 1.03 * ar_ms and spent <= 1.1 * min(ar_ms, drafted_ms / mean_length(acceptance))
@@ -435,13 +469,13 @@ def test_trust_begins_as_recorded():
 def test_an_answer_is_lent_a_few_tokens_on_masses_that_are_wrong():
     """Of a head that kept its promises for long, an answer accepts nothing: it loses what was saved and what is lent."""
     for ar_tokens in (1.2, 1.5, 1.8, 2.0):
-        policy, rng = adaptive(ar_tokens), random.Random(2)
-        policy.back_off.begin(SimpleNamespace(recorded=2.5, promised=2.5, break_even=ar_tokens))
-        answer_time(policy, 500, ar_tokens, geometric(rng, 0.6), promised=1.5)
+        back_off, rng = BackOff(purse=2.0), random.Random(2)
+        back_off.begin(SimpleNamespace(recorded=2.5, promised=2.5, break_even=ar_tokens))
+        answer_time(back_off, 500, ar_tokens, geometric(rng, 0.6), promised=1.5)
         lost = []
         for _ in range(12):
-            policy.back_off.begin()
-            lost.append(answer_time(policy, 128, ar_tokens, lambda: 1, promised=1.5) - 128)
+            back_off.begin()
+            lost.append(answer_time(back_off, 128, ar_tokens, lambda: 1, promised=1.5) - 128)
         assert 2 < lost[0] <= BANK + LENT and max(lost[1:]) <= BUDGET + LENT + 0.01 * 128
         assert sum(lost[6:]) < 6 * 1.5  # for by then it is trusted less
 
@@ -452,13 +486,13 @@ def test_masses_tell_hard_texts_from_easy_ones():
     ar_tokens, kinds = 1.8, (0.35, 0.6)
 
     def session(informed: bool) -> list[float]:
-        rng, policy, spent = random.Random(11), adaptive(ar_tokens), [0.0, 0.0]
+        rng, back_off, spent = random.Random(11), BackOff(purse=2.0), [0.0, 0.0]
         promises = [mean_length(acceptance) - 1 for acceptance in kinds]
         for _ in range(400):
             kind = rng.randrange(2)
-            policy.back_off.begin(SimpleNamespace(recorded=2.0, promised=2.0, break_even=ar_tokens))
+            back_off.begin(SimpleNamespace(recorded=2.0, promised=2.0, break_even=ar_tokens))
             promised = promises[kind] if informed else fmean(promises)
-            spent[kind] += answer_time(policy, 128, ar_tokens, geometric(rng, kinds[kind]), promised) / 200 / 128
+            spent[kind] += answer_time(back_off, 128, ar_tokens, geometric(rng, kinds[kind]), promised) / 200 / 128
         return spent
 
     (hard, easy), (guessed_hard, guessed_easy) = session(True), session(False)
@@ -623,8 +657,39 @@ def test_round_width_keeps_what_pays():
     assert policy.back_off.ar_tokens_left == left - 1
 
 
+def test_reading_the_width_of_a_round_changes_nothing():
+    """A policy whose width is read twice a round stays equal to one that only hears of the rounds: both charge a draft
+    of which nothing was kept, and both tell it from AR."""
+    read, unread = (RoundWidth([10.0, 14.0], draft_ms=3.0, rate=0.1, back_off=BackOff()) for _ in range(2))
+    widths = []
+    for _ in range(20):
+        widths.append(read.width)
+        assert read.width == widths[-1] and read == unread
+        for policy in (read, unread):
+            assert policy.keep(tree_of([0.01] * widths[-1])) == 0
+            policy.observe(0, 1, 0.013 if widths[-1] else 0.010)
+    assert set(widths) == {0, 1}
+
+
+def test_auto_width_goes_by_its_back_off():
+    """The back-off hears of every round what the tree's masses add up to, and what the width was predicted to take."""
+    rng, times = random.Random(7), [1.0, 1.3, 1.5, 1.8]
+    policy, back_off = AutoWidth(3, times, BackOff(purse=2.0)), BackOff(purse=2.0)
+    widths = []
+    for _ in range(400):
+        masses = sorted((rng.random() for _ in range(3)), reverse=True)
+        N, took = policy.width, rng.uniform(1.0, 2.0)
+        R = 1 + sum(rng.random() < mass / 3 for mass in masses) if N else 1
+        assert policy.keep(tree_of(masses[:N])) == N == (3 if back_off.drafting else 0)
+        policy.observe(N, R, took / 1e3)
+        back_off.observe(N > 0, R, took / 1e3, promised=sum(masses[:N]), predicted_ms=times[N], ar_ms=times[0])
+        assert policy.back_off.purse == pytest.approx(back_off.purse, abs=1e-4)
+        widths.append(N)
+    assert 50 < widths.count(3) < 350
+
+
 def test_auto_width_pauses():
-    policy = adaptive(2.0)
+    policy = AutoWidth(1, [1.0, 2.0], BackOff(purse=2.0))
     assert policy.width == 1 and policy.keep(tree_of([0.01])) == 1
     policy.observe(1, 1, 0.002), policy.observe(1, 1, 0.002)
     assert policy.width == 0
