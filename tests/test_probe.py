@@ -546,7 +546,7 @@ def test_a_curve_is_learned_kept_and_used(target, draft, table):
         decoder.deployment.learn([0.99**n for n in range(1, DEPTH + 1)], range(1, DEPTH + 1))
     learned = decoder.deployment.curve
     for one in (decoder, Decoder(target, draft)):
-        policy = one._policy(Options("cast", "auto"), 5, 60)
+        policy = one.policy(Options("cast", "auto"), 5, 60)
         assert isinstance(policy, AutoWidth) and policy.best >= DEPTH
     again = Decoder(target, draft)
     again.generate(prompt_of(5), max_new_tokens=2)
@@ -595,7 +595,7 @@ def test_a_shipped_curve_is_used_as_it_is(target, draft, table):
     decoder = Decoder(target, draft)
     for width in ("auto", "round"):
         decoder.generate(prompt_of(5), width=width, max_new_tokens=60)
-    assert isinstance(decoder._policy(Options("cast", "auto"), 5, 60), AutoWidth)
+    assert isinstance(decoder.policy(Options("cast", "auto"), 5, 60), AutoWidth)
     assert (draft.directory / "curve.json").read_bytes() == before and decoder.deployment.curve.rounds == 3
 
 
@@ -623,10 +623,10 @@ def test_auto_and_round_do_not_share_a_purse(target, draft, table):
     """What one of them saved is not the other's to lose; how long rounds take is the same for both."""
     ship(draft, accepted=GOOD)
     decoder = Decoder(target, draft)
-    one, other = (decoder._policy(Options("cast", width), 5, 60).back_off for width in ("auto", "round"))
+    one, other = (decoder.policy(Options("cast", width), 5, 60).back_off for width in ("auto", "round"))
     assert one is not other and one.pace is other.pace
     pace = one.pace
-    assert decoder._policy(Options("cast", "auto"), 300, 60).back_off is one and one.pace is not pace  # by costs
+    assert decoder.policy(Options("cast", "auto"), 300, 60).back_off is one and one.pace is not pace  # by costs
 
 
 def test_a_target_that_is_not_finite_is_told_by_the_answer(target, draft, table):
@@ -680,7 +680,7 @@ def test_costly_verification_is_ar(target, draft, table, monkeypatch):
     ship(draft, [0.5 * 0.8**n for n in range(MAX_WIDTH)])
     table.ms = STEEP
     decoder = Decoder(target, draft)
-    policy = decoder._policy(Options("cast", "auto"), 9, 20)
+    policy = decoder.policy(Options("cast", "auto"), 9, 20)
     assert policy == FixedWidth(0)
     monkeypatch.setattr(draft, "forward", None)  # a draft would fail
     out = decoder.generate(prompt_of(9), max_new_tokens=20)
@@ -693,7 +693,7 @@ def test_costly_verification_is_ar(target, draft, table, monkeypatch):
 
 def test_flat_cost_is_a_wide_tree(target, draft, table):
     ship(draft)
-    policy = Decoder(target, draft)._policy(Options("cast", "auto"), 9, 20)
+    policy = Decoder(target, draft).policy(Options("cast", "auto"), 9, 20)
     assert isinstance(policy, AutoWidth) and policy.width > 60
 
 
@@ -706,13 +706,13 @@ def test_which_methods_get_which_policy(target, draft, table, monkeypatch):
     for method in ("ar", "dflash"):
         decoder.generate(prompt_of(5), method=method, max_new_tokens=3)
     assert table.asked == []
-    policy = decoder._policy(Options(own, "auto"), 5, 9)
+    policy = decoder.policy(Options(own, "auto"), 5, 9)
     assert isinstance(policy, FixedWidth) and policy.width > 0
-    young = decoder._policy(Options("cast", "round"), 5, 9)
+    young = decoder.policy(Options("cast", "round"), 5, 9)
     assert isinstance(young, RoundWidth) and young.look and young.rate == 1 / FLAT[1]
     ship(draft)
     monkeypatch.setitem(METHODS, "own", own)
-    named, unnamed = (Decoder(target, draft)._policy(Options(method, "auto"), 5, 9) for method in ("own", own))
+    named, unnamed = (Decoder(target, draft).policy(Options(method, "auto"), 5, 9) for method in ("own", own))
     assert named == unnamed and isinstance(named, FixedWidth) and named.width > UNINFORMED
     deployment = Deployment(decoder)
     known = deployment.policy(Options("cast", "round"), False, 5, 9)
@@ -721,8 +721,8 @@ def test_which_methods_get_which_policy(target, draft, table, monkeypatch):
     ship(draft, [0.1] * MAX_WIDTH)
     table.ms = STEEP
     decoder = Decoder(target, draft, max_length=64)
-    assert decoder._policy(Options("cast", "auto"), 300, 9).width == 0
-    assert decoder._policy(Options(own, "auto"), 300, 9).width > 0
+    assert decoder.policy(Options("cast", "auto"), 300, 9).width == 0
+    assert decoder.policy(Options(own, "auto"), 300, 9).width > 0
     with pytest.raises(UsageError, match="width must be auto, round, .* got 'wide'"):
         decoder.generate(prompt_of(5), width="wide")
     with pytest.raises(UsageError, match="draft head"):
@@ -746,5 +746,5 @@ def test_probe_time_is_no_answer_time(target, draft, monkeypatch):
 def test_a_pair_that_was_recorded_to_pay_is_tried_again_sooner(target, draft, table, accepted, share):
     """Scores promise, records tell: with promises alone, or a record that speaks against drafting, pauses are long."""
     ship(draft, [0.9] * MAX_WIDTH, accepted=accepted)
-    policy = Decoder(target, draft)._policy(Options("cast", "round"), 5, 9)
+    policy = Decoder(target, draft).policy(Options("cast", "round"), 5, 9)
     assert policy.back_off.try_share == share
