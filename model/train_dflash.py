@@ -35,6 +35,7 @@ from minicast.prompts import EVERYTHING, domain_name, read_prompts
 from minicast.replay import needed
 from minicast.tree import best_first_tree, chain_tree
 from minicast.width import MAX_WIDTH
+from model.device import device_name
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, claim, write_atomically
@@ -325,10 +326,9 @@ def tell(line: str) -> None:
 
 def model_card(trainer: Trainer) -> str:
     """What anybody who runs the head should know."""
-    config, progress, device = trainer.draft.config, trainer.progress, trainer.target.device
+    config, progress = trainer.draft.config, trainer.progress
     parameters = sum(p.numel() for p in trainer.draft.parameters()) / 1e6
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    sequences, anchors = trainer.batch
+    hardware, (sequences, anchors) = device_name(trainer.target.device), trainer.batch
     domains = list(progress.curve[-1]["R"])
     rows = []
     for entry in progress.curve:
