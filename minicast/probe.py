@@ -36,10 +36,9 @@ from minicast.machine import cpu_seconds
 from minicast.policy import AutoWidth, FixedWidth, Policy, RoundWidth
 from minicast.round import MAX_ROWS, Request
 from minicast.width import FIT_FROM, MAX_WIDTH, UNINFORMED, CostModel, Decision, best_drafted, decide, round_times
-from model.default_model import cache_directory
 from model.device import clock, device_name
 from model.dflash import DraftHead
-from model.files import write_atomically
+from model.files import cache_directory, write_atomically
 from model.linear import weight_bytes
 
 FORMAT = 5  # of the cached costs: raise it when what is measured changes

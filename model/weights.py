@@ -21,9 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from model.default_model import another_copy
 from model.errors import UserError
-from model.files import read_json
+from model.files import another_copy, read_json
 from model.linear import Linear, narrow
 from model.memory import require_memory, trim
 
