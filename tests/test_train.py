@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tiny import random_tensors, tiny_target_config, write_byte_tokenizer, write_checkpoint, write_tiny_draft, write_tiny_target
 
 from minicast import Decoder
@@ -548,13 +549,16 @@ def test_every_anchor_comes_once_before_any_comes_twice(tmp_path, target):
     {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16, "original_max_position_embeddings": 128}},
 ], ids=["plain", "biases", "llama3", "yarn"])
 def test_a_saved_head_loads_as_a_published_one(tmp_path, target, changes):
-    """save_head, load_draft: the same drafts, up to bfloat16, as what --init began with. Guards fused rows split in the
-    wrong order, and a head that runs as another than was trained."""
-    trained = loaded_head(str(write_tiny_draft(tmp_path / "head", **changes)), target)
+    """save_head, load_draft: the file of --init again, and the same drafts, up to bfloat16. Guards fused rows split in
+    the wrong order, and a head that runs as another than was trained."""
+    published = load_file(write_tiny_draft(tmp_path / "head", **changes) / "model.safetensors")
+    trained = loaded_head(str(tmp_path / "head"), target)
     save_head(trained, tmp_path / "saved", [5, 3])
     with safe_open(tmp_path / "saved" / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}  # or transformers refuses it
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
+        assert set(file.keys()) == set(published)
+        assert all(torch.equal(file.get_tensor(name), published[name].bfloat16()) for name in published)
     loaded = load_draft(tmp_path / "saved", device="cpu")
     assert loaded.config == trained.config
     trained.bfloat16().float()  # rounds in place, as the file did
