@@ -56,7 +56,7 @@ from model.train_data import (
     split,
 )
 from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_config, loaded_head, save_head
-from model.train_prompts import TEMPLATES, own_prompts, template_prompts
+from model.train_prompts import own_prompts, template_prompts
 from model.transformer import Target
 
 BATCH = {"cpu": (4, 32), "cuda": (32, 32)}  # a step's sequences, and blocks of each
@@ -374,8 +374,8 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], li
     for file in arguments.prompts:  # files of one name, in different directories, are one domain
         prompts.setdefault(file.stem, []).extend(prompt.text for prompt in read_prompts([file], None))
     if arguments.templates:
-        for domain in TEMPLATES:
-            prompts.setdefault(f"templates-{domain}", []).extend(template_prompts(domain, arguments.templates))
+        for domain, texts in template_prompts(arguments.templates).items():
+            prompts.setdefault(f"templates-{domain}", []).extend(texts)
     responses = [example for file in arguments.responses for example in read_responses(file)]
     if not any(prompts.values()) and not responses and not arguments.own_prompts:
         raise UsageError("nothing to learn from: give --prompts, --own-prompts, --templates or --responses")

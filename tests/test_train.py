@@ -1,5 +1,6 @@
 """The training of a head: what one many-anchor pass computes, the loss, resuming, the format, and a head that learns."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -32,7 +33,7 @@ from model.train_data import (
 )
 from model.train_dflash import WIDTH, Trainer, all_states, flags, prepare, read_inputs, replay, unused_token
 from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_config, loaded_head, save_head
-from model.train_prompts import FUNCTIONS, TEMPLATES, before_user, own_prompts, template_prompts
+from model.train_prompts import before_user, own_prompts, template_prompts, template_words
 
 DEPTH = 7
 
@@ -573,12 +574,14 @@ def test_prompts_are_read_from_every_kind_of_file(tmp_path):
     lines = ["a", {"question": "b"}, {"turns": ["c", "d"]}, {"prompt": "e", "task_id": 1}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [prompt.text for prompt in read_prompts([file], None)] == ["a", "b", "c", "e"]
-    for domain in TEMPLATES:
-        prompts = template_prompts(domain, 200)
-        assert len(set(prompts)) == 200 and prompts == template_prompts(domain, 200)
+    texts = {name: "\n".join(prompts) for name, prompts in template_prompts(1000).items()}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+    assert digests == {"chat": "0549d31f3ca800e9", "math": "ac06bc02fde4567c", "code": "7fb26748e82d3e53"}
+    for domain, prompts in template_prompts(200).items():
+        assert len(set(prompts)) == 200 and prompts == template_prompts(200)[domain]
         slots = {name for prompt in prompts for name in re.findall(r"{([a-z_]+)}", prompt)}
         assert slots <= {"pmatrix", "v", "w"}, "braces of LaTeX stay, slots are filled"
-    for signature, (_, call, _) in FUNCTIONS.items():
+    for signature, (_, call, _) in template_words()["functions"].items():
         assert call.startswith(signature[: signature.index("(") + 1])
 
 
@@ -730,7 +733,7 @@ def test_one_prompt_that_is_answered_twice_leaves_none_to_train_on(tmp_path):
 
 def test_templates_are_prompts_of_domains_of_their_own():
     arguments = flags().parse_args("--target t --out o --templates 9".split())
-    assert read_inputs(arguments)[0] == {f"templates-{name}": template_prompts(name, 9) for name in TEMPLATES}
+    assert read_inputs(arguments)[0] == {f"templates-{name}": texts for name, texts in template_prompts(9).items()}
 
 
 def test_a_lack_of_memory_damages_no_checkpoint(tmp_path, target, monkeypatch):
