@@ -161,25 +161,6 @@ class CompiledLayer:
         warnings.warn(f"cannot compile, so layers run uncompiled and slower: {reason}", stacklevel=4)
 
 
-def to_host(values: Tensor) -> Tensor:
-    """The same values, of any shape, in host memory, once the device has come to them: the one host sync of a round."""
-    if not values.is_cuda:
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(values.device))
-    done.synchronize()
-    return host
-
-
-def clock(device: torch.device) -> float:
-    """Seconds, with the device caught up."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 class Graphs:
     """Functions of fixed buffers, each recorded at its first use under a key and replayed from then on."""
 

@@ -20,7 +20,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from graphs.capture import CompiledLayer, CudaRecorder, Graphs, Once, clock
+from graphs.capture import CompiledLayer, CudaRecorder, Graphs, Once
 from graphs.masks import BODIES
 from minicast.methods import METHODS, Method, best_first, chain, is_custom, no_tree
 from minicast.policy import FixedWidth, Policy, is_policy
@@ -32,6 +32,7 @@ from minicast.tree import RANK_CAP, Tree
 from minicast.verify import target_choices
 from minicast.width import MAX_WIDTH, UNINFORMED, clamp_width
 from model.config import check_pair
+from model.device import clock
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.linear import lay_out

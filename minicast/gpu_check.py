@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphs.capture import CompiledLayer, clock
+from graphs.capture import CompiledLayer
 from graphs.masks import BitMask, flex
 from minicast.back_off import BackOff
 from minicast.command import Placement, guarded
@@ -48,6 +48,7 @@ from minicast.report import commit, environment
 from minicast.round import Settled
 from minicast.sampling import CHOICE, gumbel_noise, keyed_uniform
 from minicast.tree import Tree, ancestor_matrix
+from model.device import clock, device_name
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, write_atomically
@@ -162,7 +163,7 @@ def basics(check: Check) -> None:
     report, device = check.report, check.device
     report("torch", torch.__version__)
     if device.type == "cuda":
-        report("device", torch.cuda.get_device_name(device))
+        report("device", device_name(device))
         report("capability", ".".join(map(str, torch.cuda.get_device_capability(device))))
         report("memory GB", torch.cuda.get_device_properties(device).total_memory / 1e9)
         x, graph = torch.zeros(4, device=device), torch.cuda.CUDAGraph()

@@ -5,7 +5,6 @@ what trees, packing, walking and bookkeeping take of a round. Nothing here choos
 """
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ from functools import partial
 
 import torch
 
-from graphs.capture import clock
 from minicast.decode import Decoder
 from minicast.tree import RANK_CAP, ranked_tree
 from minicast.width import MAX_WIDTH
+from model.device import clock
 from model.linear import linear_layers, weight_bytes
 from model.transformer import Target
 
@@ -141,15 +140,6 @@ def measure_tree_builder(builds: int = 200) -> float:
     return statistics.median(times) * 1e3
 
 
-def processor() -> str:
-    """The model of this machine's CPU."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def cpu_seconds() -> tuple[float, float]:
     """CPU seconds used by this thread, and by everything else on this machine (0 without /proc). Compare two readings."""
     try:
@@ -159,7 +149,3 @@ def cpu_seconds() -> tuple[float, float]:
         return time.thread_time(), 0.0
     busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
     return time.thread_time(), busy - time.process_time()
-
-
-def cpu_name() -> str:
-    return f"{processor()}, {os.cpu_count()} cores"

@@ -29,18 +29,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from graphs.capture import clock
 from minicast.back_off import BackOff, Pace
 from minicast.curve import MassCurve, read_shipped
 from minicast.decode import Decoder, Options
 from minicast.figures import markdown
-from minicast.machine import cpu_seconds, processor
+from minicast.machine import cpu_seconds
 from minicast.policy import AutoWidth, FixedWidth, Policy, RoundWidth
 from minicast.round import MAX_ROWS, Request
 from minicast.width import FIT_FROM, MAX_WIDTH, UNINFORMED, CostModel, Decision, best_drafted, decide, round_times
-from model.default_model import cache_directory
+from model.device import clock, device_name
 from model.dflash import DraftHead
-from model.files import write_atomically
+from model.files import cache_directory, write_atomically
 from model.linear import weight_bytes
 
 FORMAT = 5  # of the cached costs: raise it when what is measured changes
@@ -422,9 +421,8 @@ class Deployment:
         costs = paper_probe(self.decoder, prefix)
         cost = costs.model(self.decoder.state.buckets)
         decision = self.decision(costs)
-        return FullProbe(
-            device_name(self.decoder), prefix, costs, slope=cost.slope, intercept=cost.intercept, decision=decision
-        )
+        device = device_name(self.decoder.target.device)
+        return FullProbe(device, prefix, costs, slope=cost.slope, intercept=cost.intercept, decision=decision)
 
     @property
     def known_masses(self) -> list[float]:
@@ -447,7 +445,7 @@ class Deployment:
         costs = self.costs_at(prompt_tokens, new_tokens)
         decision = self.decision(costs)
         probed = f"probed in {self.probed:.1f} s" if self.probed else "probed by an earlier start"
-        lines = [f"costs on {device_name(self.decoder)}, {probed}: {costs}"]
+        lines = [f"costs on {device_name(self.decoder.target.device)}, {probed}: {costs}"]
         if decision is None:
             known = f"{self.curve.rounds} of {LEARNED} rounds are known"
             return [*lines, f"no mass curve of this pair yet, {known}: each round goes by its own masses"]
@@ -506,8 +504,7 @@ def cost_key(decoder: Decoder, prefix: int) -> dict:
     return {
         "format": FORMAT,
         "torch": torch.__version__,
-        "device": device_name(decoder),
-        "threads": torch.get_num_threads(),
+        "device": device_name(target.device),
         "dtype": str(target.dtype),
         "target": repr(target.config),
         "draft": repr(draft.config),
@@ -518,13 +515,6 @@ def cost_key(decoder: Decoder, prefix: int) -> dict:
         "positions": decoder.max_length if state.static else 0,
         "prefix": prefix,
     }
-
-
-def device_name(decoder: Decoder) -> str:
-    device = decoder.target.device
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{processor()} ({torch.get_num_threads()} threads)"
 
 
 def pair_digest(decoder: Decoder) -> str:

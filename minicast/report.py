@@ -18,11 +18,12 @@ from minicast.command import Placement
 from minicast.figures import (
     Prediction, Record, Row, difference_lines, located, prediction_table, repeat_table, shape_table, speed_table, summary,
 )
-from minicast.machine import TREE_DEPTH, Floor, cpu_name
+from minicast.machine import TREE_DEPTH, Floor
 from minicast.probe import Costs, FullProbe
 from minicast.prompts import MEAN
 from minicast.tree import RANK_CAP
 from minicast.width import MAX_WIDTH
+from model.device import device_name
 
 
 @dataclass
@@ -161,14 +162,12 @@ class Report:
 
 def environment(placement: Placement, source: str, command: Sequence[str], commit: str) -> dict:
     """What a reader needs to judge a figure and to measure it again; commit: when the run began"""
-    device = placement.device
     return {
         "command": shlex.join(["python", "-m", "minicast.bench", *command]),
         "commit": commit,
         "weights": source,
         "dtype": str(placement.dtype).removeprefix("torch."),
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "threads": torch.get_num_threads(),
+        "hardware": device_name(placement.device),
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()}",
     }
 

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from graphs.capture import ROWS, to_host
+from graphs.capture import ROWS
 from graphs.masks import EVERYTHING, TILE
 from minicast.methods import Method, Proposal, no_tree
 from minicast.sampling import NO_CHOICE, SamplingParams
 from minicast.tree import NonFinite, Tree
 from minicast.verify import target_choices, visit, walk
 from minicast.width import MAX_WIDTH
+from model.device import to_host
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.linear import Linear

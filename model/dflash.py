@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import DraftConfig
+from model.errors import UsageError
 from model.linear import Linear
 from model.transformer import KVCache, Layer, RMSNorm, Rotary, Target, Window
 
@@ -89,9 +90,14 @@ class DraftHead(nn.Module):
         """Score only `tokens` from now on; others have no mass, and so are never proposed. The text stays the same
         whatever `tokens` are.
 
-        Costs a copy of V' rows of the target's LM head.
+        Costs a copy of V' rows of the target's LM head. UsageError without tokens, and for one that the target does not
+        know.
         """
-        vocabulary = torch.tensor(sorted(set(tokens)), device=target.device)
+        known = sorted(set(tokens))
+        if not known or known[0] < 0 or known[-1] >= target.vocab_size:
+            ids = f"ids below {target.vocab_size}, the target's vocabulary"
+            raise UsageError(f"a head scores at least one token, and tokens are {ids}: give others")
+        vocabulary = torch.tensor(known, device=target.device)
         # The LM head may be packed: unit vectors read it back column by column, and such a product rounds nothing.
         units = torch.eye(self.config.hidden, dtype=target.dtype, device=target.device).split(64)
         columns = [target.logits(part).index_select(1, vocabulary) for part in units]

@@ -1,5 +1,5 @@
-"""Files that a user names, JSON that is whole or named in an error, files that are whole or not there, and directories that
-say whose answers they hold.
+"""The cache, files that a user names, JSON that is whole or named in an error, files that are whole or not there, and
+directories that say whose answers they hold.
 
 Whoever reads a file that is written here, or kills its writer, finds the old file or the new one.
 """
@@ -10,10 +10,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from model.default_model import another_copy
 from model.errors import UsageError, UserError
 
 SETTINGS = "settings.json"  # in a directory of answers: whose they are
+
+
+def cache_directory() -> Path:
+    """$MINICAST_CACHE, else minicast under $XDG_CACHE_HOME, else ~/.cache/minicast."""
+    if os.environ.get("MINICAST_CACHE"):
+        return Path(os.environ["MINICAST_CACHE"]).expanduser()
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]).expanduser() / "minicast"
+    return Path("~/.cache/minicast").expanduser()
 
 
 def write_atomically(path: Path, content: str | Callable[[Path], object]) -> None:
@@ -76,6 +84,13 @@ def read_text(path: str | Path) -> str:
     except OSError as error:
         named_wrongly = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
         raise (UsageError if named_wrongly else UserError)(f"cannot read {path}: {error.strerror}") from error
+
+
+def another_copy(file: Path) -> str:
+    """What to do about a checkpoint's file that is damaged."""
+    if file.is_relative_to(cache_directory()):
+        return f"delete {file.parent}, and the next start builds it again"
+    return "download it again, or run `git lfs pull` if it is a pointer"
 
 
 def read_json(path: Path) -> dict:

@@ -18,6 +18,7 @@ from pathlib import Path
 from model import default_model
 from model.config import draft_config, read_config, target_config
 from model.errors import UsageError, UserError
+from model.files import cache_directory
 
 HEADS = Path(__file__).parent / "heads"
 
@@ -121,7 +122,7 @@ def default_pair(cuda: bool) -> tuple[Pair, str | None]:
 def is_local(pair: Pair) -> bool:
     """Whether both halves are on this machine, so that a start downloads nothing."""
     if pair.target is None:
-        target = default_model.is_complete(default_model.cache_directory() / default_model.DIRECTORY)
+        target = default_model.is_complete(cache_directory() / default_model.DIRECTORY)
     else:
         target = cached_snapshot(pair.target, "target") is not None
     return target and (isinstance(pair.draft, Path) or cached_snapshot(pair.draft, "draft") is not None)

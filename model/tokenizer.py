@@ -16,9 +16,8 @@ from pathlib import Path
 import tokenizers
 
 from model import hub
-from model.default_model import another_copy
 from model.errors import UsageError, UserError
-from model.files import read_json, read_text
+from model.files import another_copy, read_json, read_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) decode to

@@ -35,6 +35,7 @@ from minicast.prompts import EVERYTHING, domain_name, read_prompts
 from minicast.replay import needed
 from minicast.tree import best_first_tree, chain_tree
 from minicast.width import MAX_WIDTH
+from model.device import device_name
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import check_directory, claim, write_atomically
@@ -55,7 +56,7 @@ from model.train_data import (
     split,
 )
 from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_config, loaded_head, save_head
-from model.train_prompts import TEMPLATES, own_prompts, template_prompts
+from model.train_prompts import own_prompts, template_prompts
 from model.transformer import Target
 
 BATCH = {"cpu": (4, 32), "cuda": (32, 32)}  # a step's sequences, and blocks of each
@@ -325,10 +326,9 @@ def tell(line: str) -> None:
 
 def model_card(trainer: Trainer) -> str:
     """What anybody who runs the head should know."""
-    config, progress, device = trainer.draft.config, trainer.progress, trainer.target.device
+    config, progress = trainer.draft.config, trainer.progress
     parameters = sum(p.numel() for p in trainer.draft.parameters()) / 1e6
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    sequences, anchors = trainer.batch
+    hardware, (sequences, anchors) = device_name(trainer.target.device), trainer.batch
     domains = list(progress.curve[-1]["R"])
     rows = []
     for entry in progress.curve:
@@ -374,8 +374,8 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], li
     for file in arguments.prompts:  # files of one name, in different directories, are one domain
         prompts.setdefault(file.stem, []).extend(prompt.text for prompt in read_prompts([file], None))
     if arguments.templates:
-        for domain in TEMPLATES:
-            prompts.setdefault(f"templates-{domain}", []).extend(template_prompts(domain, arguments.templates))
+        for domain, texts in template_prompts(arguments.templates).items():
+            prompts.setdefault(f"templates-{domain}", []).extend(texts)
     responses = [example for file in arguments.responses for example in read_responses(file)]
     if not any(prompts.values()) and not responses and not arguments.own_prompts:
         raise UsageError("nothing to learn from: give --prompts, --own-prompts, --templates or --responses")

@@ -25,6 +25,7 @@ from model.errors import UsageError
 from model.files import save_tensors, write_atomically
 from model.load import load_draft
 from model.transformer import Attention, Target, rotate
+from model.weights import places
 
 
 def block_states(draft: DraftHead, target: Target, features: Tensor, roots: Tensor, anchors: Tensor) -> Tensor:
@@ -176,18 +177,7 @@ def save_head(draft: DraftHead, directory: str | Path, frequent: list[int]) -> N
     """
     directory, config = Path(directory), draft.config
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for name, value in draft.state_dict().items():
-        start, _, leaf = name.rpartition(".")
-        if start.endswith("qkv_proj"):
-            rows = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.kv_heads * config.head_dim
-            pieces = dict(zip(("q_proj", "k_proj", "v_proj"), value.split(rows)))
-        elif start.endswith("gate_up_proj"):
-            pieces = dict(zip(("gate_proj", "up_proj"), value.chunk(2)))
-        else:
-            pieces = {start.rpartition(".")[2]: value}
-        for piece, part in pieces.items():
-            tensors[".".join(filter(None, (start.rpartition(".")[0], piece, leaf)))] = part.bfloat16().contiguous()
+    tensors = {name: place.rows().bfloat16().contiguous() for name, place in places(draft).items()}
     save_tensors(directory / "model.safetensors", tensors, {"format": "pt"})
     values = {
         "architectures": ["DFlashDraftModel"],

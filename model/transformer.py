@@ -286,11 +286,13 @@ class Target(nn.Module):
     def read(self, token_ids: Sequence[int] | Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """One uncached causal pass over token_ids (T,) -> hidden states (T, H), tap features (T, len(taps)·H) or None.
 
-        UsageError for a tap that is no layer.
+        UsageError for a tap that is no layer, and for a token that the target does not know.
         """
         if not all(0 <= tap < len(self.layers) for tap in taps):
             raise UsageError(f"taps are layers, 0 to {len(self.layers) - 1} in this target, got {list(taps)}")
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)[None]
+        if ((tokens < 0) | (tokens >= self.vocab_size)).any():
+            raise UsageError(f"tokens must be ids below {self.vocab_size}, the target's vocabulary: is the tokenizer its own?")
         positions = torch.arange(tokens.shape[1], device=self.device)
         hidden, features = self(tokens, None, Window(positions, positions), taps)
         return hidden[0], None if features is None else features[0]

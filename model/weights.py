@@ -7,7 +7,7 @@ layer is packed as soon as its last piece has arrived. So at no time is there mo
 the layer in hand: neither a second copy of the weights nor the file's pages, unmapped after each tensor.
 
 A checkpoint's tensor has its parameter's name, but for two exceptions: a leading "model." is dropped, and the
-projections that share an input are rows of one parameter (see `_places`).
+projections that share an input are rows of one parameter (see `places`).
 
 Only safetensors files are read, and no quantised ones.
 """
@@ -21,9 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from model.default_model import another_copy
 from model.errors import UserError
-from model.files import read_json
+from model.files import another_copy, read_json
 from model.linear import Linear, narrow
 from model.memory import require_memory, trim
 
@@ -67,9 +66,12 @@ class Place:
         parameter = getattr(self.owner, self.leaf)
         if parameter.is_meta:
             memory = torch.empty(parameter.shape, dtype=dtype, device=device)
-            parameter = nn.Parameter(memory, requires_grad=False)
-            setattr(self.owner, self.leaf, parameter)
-        parameter.narrow(0, self.start, self.shape[0]).copy_(value)
+            setattr(self.owner, self.leaf, nn.Parameter(memory, requires_grad=False))
+        self.rows().copy_(value)
+
+    def rows(self) -> Tensor:
+        """Those rows (`shape`), sharing the parameter's memory."""
+        return getattr(self.owner, self.leaf).detach().narrow(0, self.start, self.shape[0])
 
 
 def load_weights(
@@ -90,22 +92,22 @@ def load_weights(
     pack: bring each Linear into its inference-only form as soon as it is complete
     progress: called with (bytes read, bytes in all) after each tensor
     """
-    stored, places = _stored_tensors(Path(directory)), _places(module)
-    tied = LM_HEAD in places and (LM_HEAD not in stored if tied is None else tied)
+    stored, wanted = _stored_tensors(Path(directory)), places(module)
+    tied = LM_HEAD in wanted and (LM_HEAD not in stored if tied is None else tied)
     if tied:
-        del places[LM_HEAD]
+        del wanted[LM_HEAD]
     stored_head = stored.pop(LM_HEAD, None) if tied else None
-    _check(stored, places, directory)
+    _check(stored, wanted, directory)
     if stored_head and not torch.equal(stored_head.read().float(), stored[EMBEDDING].read().float()):
         raise UserError(f"{directory}: {LM_HEAD} differs from {EMBEDDING}: tie_word_embeddings must be false")
 
-    waiting = Counter(place.owner for place in places.values())  # tensors to come
+    waiting = Counter(place.owner for place in wanted.values())  # tensors to come
     total, done = sum(tensor.bytes for tensor in stored.values()), 0
     wide = dtype.itemsize * sum(torch.Size(tensor.shape).numel() for tensor in stored.values())
     held = min(total, wide) if pack else wide  # what 16 bits store, 16 bits hold
     require_memory(held, f"the weights in {directory}", device)
     for name, tensor in stored.items():
-        place = places[name]
+        place = wanted[name]
         place.fill(tensor.read(), dtype, device)
         if name == EMBEDDING:
             _finish_embedding(module, tied, pack)
@@ -134,7 +136,7 @@ def _finish_embedding(target: nn.Module, tied: bool, pack: bool) -> None:
         target.embed_tokens.weight = nn.Parameter(narrow(table), requires_grad=False)
 
 
-def _places(module: nn.Module) -> dict[str, Place]:
+def places(module: nn.Module) -> dict[str, Place]:
     """For every tensor a checkpoint must hold, by name without "model.", its place in `module`."""
     config = module.config
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim

@@ -82,6 +82,16 @@ def test_a_draft_vocabulary_bounds_what_is_proposed_and_changes_no_text(body, pa
     assert len(proposed) > 10 and proposed <= set(tokens)
 
 
+@pytest.mark.parametrize("tokens", [[], [3, -1], [3, VOCABULARY], [10**30]])
+def test_a_draft_vocabulary_has_tokens_of_the_target(tokens):
+    """At least one; what is refused changes nothing."""
+    target, draft = tiny_target(), tiny_draft()
+    with pytest.raises(UsageError, match=f"at least one token, and tokens are ids below {VOCABULARY}, .*: give others"):
+        draft.restrict(tokens, target)
+    assert draft.vocabulary is None
+    draft.restrict([VOCABULARY - 1], target)
+
+
 @pytest.mark.parametrize("words, change", [
     ("depth", dict(depths=torch.tensor([1, 1]))), ("depth", dict(depths=torch.tensor([1, 3]))),
     ("before its children", dict(parents=torch.tensor([1, -1]))),

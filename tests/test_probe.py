@@ -16,7 +16,6 @@ from statistics import linear_regression
 import pytest
 import torch
 
-from graphs.capture import clock
 from graphs.masks import TILE
 from minicast import back_off, decode, machine, probe
 from minicast.back_off import RECORDED_TRY_SHARE, TRY_SHARE
@@ -28,6 +27,7 @@ from minicast.probe import LEARNED, Costs, Deployment, Passes, Timings, interlea
 from minicast.round import BUCKETS
 from minicast.tree import best_first_tree, chain_tree
 from minicast.width import MAX_WIDTH, UNINFORMED, CostModel, stopping_width
+from model.device import clock
 from model.errors import UsageError, UserError
 from model.linear import Linear
 from model.transformer import Layer
@@ -374,7 +374,7 @@ def test_whatever_decides_what_a_round_costs_is_probed_for(draft, monkeypatch):
     note(decoder(attention="static", max_length=256))
     note(Decoder(target, tiny_draft(block_size=4, context=512)))
     for patched, value in (
-        ((torch, "get_num_threads"), lambda: 99), ((probe, "processor"), lambda: "another"), ((probe, "FORMAT"), 0),
+        ((torch, "get_num_threads"), lambda: 99), ((probe, "device_name"), lambda device: "another"), ((probe, "FORMAT"), 0),
         ((torch, "__version__"), "0"), ((plain.state.body, "layer"), AsWritten()),
     ):
         with monkeypatch.context() as patch:

@@ -1,5 +1,6 @@
 """The training of a head: what one many-anchor pass computes, the loss, resuming, the format, and a head that learns."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tiny import random_tensors, tiny_target_config, write_byte_tokenizer, write_checkpoint, write_tiny_draft, write_tiny_target
 
 from minicast import Decoder
@@ -31,7 +33,7 @@ from model.train_data import (
 )
 from model.train_dflash import WIDTH, Trainer, all_states, flags, prepare, read_inputs, replay, unused_token
 from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_config, loaded_head, save_head
-from model.train_prompts import FUNCTIONS, TEMPLATES, before_user, own_prompts, template_prompts
+from model.train_prompts import before_user, own_prompts, template_prompts, template_words
 
 DEPTH = 7
 
@@ -548,13 +550,16 @@ def test_every_anchor_comes_once_before_any_comes_twice(tmp_path, target):
     {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16, "original_max_position_embeddings": 128}},
 ], ids=["plain", "biases", "llama3", "yarn"])
 def test_a_saved_head_loads_as_a_published_one(tmp_path, target, changes):
-    """save_head, load_draft: the same drafts, up to bfloat16, as what --init began with. Guards fused rows split in the
-    wrong order, and a head that runs as another than was trained."""
-    trained = loaded_head(str(write_tiny_draft(tmp_path / "head", **changes)), target)
+    """save_head, load_draft: the file of --init again, and the same drafts, up to bfloat16. Guards fused rows split in
+    the wrong order, and a head that runs as another than was trained."""
+    published = load_file(write_tiny_draft(tmp_path / "head", **changes) / "model.safetensors")
+    trained = loaded_head(str(tmp_path / "head"), target)
     save_head(trained, tmp_path / "saved", [5, 3])
     with safe_open(tmp_path / "saved" / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}  # or transformers refuses it
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
+        assert set(file.keys()) == set(published)
+        assert all(torch.equal(file.get_tensor(name), published[name].bfloat16()) for name in published)
     loaded = load_draft(tmp_path / "saved", device="cpu")
     assert loaded.config == trained.config
     trained.bfloat16().float()  # rounds in place, as the file did
@@ -569,12 +574,14 @@ def test_prompts_are_read_from_every_kind_of_file(tmp_path):
     lines = ["a", {"question": "b"}, {"turns": ["c", "d"]}, {"prompt": "e", "task_id": 1}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [prompt.text for prompt in read_prompts([file], None)] == ["a", "b", "c", "e"]
-    for domain in TEMPLATES:
-        prompts = template_prompts(domain, 200)
-        assert len(set(prompts)) == 200 and prompts == template_prompts(domain, 200)
+    texts = {name: "\n".join(prompts) for name, prompts in template_prompts(1000).items()}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+    assert digests == {"chat": "0549d31f3ca800e9", "math": "ac06bc02fde4567c", "code": "7fb26748e82d3e53"}
+    for domain, prompts in template_prompts(200).items():
+        assert len(set(prompts)) == 200 and prompts == template_prompts(200)[domain]
         slots = {name for prompt in prompts for name in re.findall(r"{([a-z_]+)}", prompt)}
         assert slots <= {"pmatrix", "v", "w"}, "braces of LaTeX stay, slots are filled"
-    for signature, (_, call, _) in FUNCTIONS.items():
+    for signature, (_, call, _) in template_words()["functions"].items():
         assert call.startswith(signature[: signature.index("(") + 1])
 
 
@@ -726,7 +733,7 @@ def test_one_prompt_that_is_answered_twice_leaves_none_to_train_on(tmp_path):
 
 def test_templates_are_prompts_of_domains_of_their_own():
     arguments = flags().parse_args("--target t --out o --templates 9".split())
-    assert read_inputs(arguments)[0] == {f"templates-{name}": template_prompts(name, 9) for name in TEMPLATES}
+    assert read_inputs(arguments)[0] == {f"templates-{name}": texts for name, texts in template_prompts(9).items()}
 
 
 def test_a_lack_of_memory_damages_no_checkpoint(tmp_path, target, monkeypatch):

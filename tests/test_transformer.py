@@ -43,6 +43,16 @@ def test_a_tap_that_is_no_layer_is_a_usage_error(taps):
         load_target(GOLDENS / "tiny-llama").score([1, 2, 3], taps=taps)
 
 
+@pytest.mark.parametrize("token", [-1, 128, 10**6])
+def test_a_token_that_the_target_does_not_know_is_a_usage_error(token):
+    """By list or tensor; the last one that it knows is none."""
+    target = load_target(GOLDENS / "tiny-llama")
+    assert target.score([target.vocab_size - 1])[0].shape == (1, target.vocab_size)
+    for tokens in ([1, token, 2], torch.tensor([token])):
+        with pytest.raises(UsageError, match=rf"ids below {target.vocab_size}, .*: is the tokenizer its own\?"):
+            target.score(tokens)
+
+
 @pytest.mark.parametrize("mask", [(1, 40), (3, 1, 1, 40), None], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_of_one_row_equals_the_formula(mask, dtype):

@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 
 from minicast import Decoder  # noqa: E402
 from minicast.bench import check_compiled  # noqa: E402
-from minicast.machine import cpu_name, measure_floor  # noqa: E402
+from minicast.machine import measure_floor  # noqa: E402
 from minicast.report import commit  # noqa: E402
 from model import load_target, load_tokenizer  # noqa: E402
+from model.device import device_name  # noqa: E402
 from model.hub import resolve, source  # noqa: E402
 
 PROMPT = "Explain in a few paragraphs how a steam engine works."
@@ -88,7 +89,7 @@ def main() -> None:
     print(f"- weights: {weights}, float32, {count} tokens, {arguments.repeats} repeats")
     print(f"- command: python tests/tools/compare_transformers.py {' '.join(sys.argv[1:])}")
     load = os.getloadavg()[0]
-    print(f"- hardware: {cpu_name()}, {torch.get_num_threads()} threads; load average {load:.1f}")
+    print(f"- hardware: {device_name(torch.device('cpu'))}; load average {load:.1f}")
     libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"- versions: Python {platform.python_version()}, {libraries}; commit {commit()}")
 
