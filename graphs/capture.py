@@ -51,16 +51,16 @@ ROWS = (1, 4, 8, FEW_ROWS)  # packed rows that layers are compiled for on a CPU;
 
 
 @dataclass
-class Once:
-    """Seconds that went into what is done once: layers compiled, weights laid out for them, graphs recorded. No clock of an
-    answer counts them."""
+class SetupTime:
+    """Seconds of one-off work: compiling layers, laying out weights for them, recording graphs. No timer of an answer
+    includes them."""
 
     seconds: float = 0.0
 
 
 class CompiledLayer:
-    """Runs any layer of a target or a drafter, compiled once for each shape of a pass: `Window.layer`. On a CPU `product`
-    does so for their other linear layers: the LM head, and the drafter's fusion of features.
+    """Runs any layer of a target or a drafter, compiled once for each shape of a pass: `Window.run_layer`. On a CPU
+    `run_linear` does so for their other linear layers: the LM head, and the drafter's fusion of features.
 
     All layers of a model are one function with other weights, so that the first compiles for all of them. Passes over
     the live slice leave the number of slots open, and are compiled for each number of rows. Where compiling fails, for
@@ -69,11 +69,11 @@ class CompiledLayer:
     Attributes:
         backend: torch.compile's, in the place of Inductor
         failed: whether compiling did
-        once: seconds that it took; shapes: how many were compiled so far
+        setup: seconds that it took; shapes: how many were compiled so far
     """
 
     def __init__(self, backend: Callable | None = None):
-        self.backend, self.failed, self.once, self.shapes = backend, False, Once(), 0
+        self.backend, self.failed, self.setup, self.shapes = backend, False, SetupTime(), 0
         try:
             from torch._dynamo import config  # imported here: it takes a second, and makes the cache's directory
         except OSError as error:
@@ -85,28 +85,28 @@ class CompiledLayer:
         config.record_runtime_overhead = False  # for a profiler: a fiftieth of an AR step
         if config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
             self._fail("TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set")
-        self.many = self._compile(Layer.forward, dynamic=False)
+        self.forward_any_rows = self._compile(Layer.forward, dynamic=False)
         # With one row a generated kernel streams the weight faster than cuBLAS does.
-        self.one = self._compile(Layer.forward, {"coordinate_descent_tuning": True}, dynamic=False)
-        self.open = Direct(Layer.forward, self._compile(Layer.forward, OPTIONS, dynamic=True))
-        self.memory = self._compile(Layer.remember, dynamic=False)
-        self.open_memory = Direct(Layer.remember, self._compile(Layer.remember, OPTIONS, dynamic=True))
+        self.forward_one_row = self._compile(Layer.forward, {"coordinate_descent_tuning": True}, dynamic=False)
+        self.forward_live = Direct(Layer.forward, self._compile(Layer.forward, OPTIONS, dynamic=True))
+        self.remember_static = self._compile(Layer.remember, dynamic=False)
+        self.remember_live = Direct(Layer.remember, self._compile(Layer.remember, OPTIONS, dynamic=True))
         self.linear = self._compile(Linear.forward, OPTIONS, dynamic=False)
 
     def __call__(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair | None, window: Window | None) -> Tensor:
         """As `Layer.forward`: x (B, T, H) -> (B, T, H)."""
         one = x.shape[1] == 1 and x.dtype != torch.float32  # tuning takes a while, and float32 is not for speed
-        compiled = self.open if window.live is not None else self.one if one else self.many
+        compiled = self.forward_live if window.live is not None else self.forward_one_row if one else self.forward_any_rows
         compiled = Layer.forward if layer.self_attn.o_proj.packed else compiled  # packed again by another decoder
         return self._run(compiled, Layer.forward, layer, x, rope, cache, window)
 
     def remember(self, layer: Layer, x: Tensor, rope: Pair, cache: Pair, slots: Tensor) -> None:
         """As `Layer.remember`: x (B, T, H), slots (T,), for few T. Caches of a GPU do not grow, those of a CPU do."""
         packed = layer.self_attn.o_proj.packed
-        compiled = Layer.remember if packed else self.memory if x.is_cuda else self.open_memory
+        compiled = Layer.remember if packed else self.remember_static if x.is_cuda else self.remember_live
         self._run(compiled, Layer.remember, layer, x, rope, cache, slots)
 
-    def product(self, linear: Linear, x: Tensor) -> Tensor:
+    def run_linear(self, linear: Linear, x: Tensor) -> Tensor:
         """`linear(x)`, x (…, in_features) -> (…, out_features), for a linear layer outside of layers.
 
         Where the weights are in panels it runs compiled, FEW_ROWS rows at a time.
@@ -115,7 +115,7 @@ class CompiledLayer:
             return linear(x)
         rows = x.flatten(0, -2)
         if len(rows) > FEW_ROWS:
-            y = torch.cat([self.product(linear, few) for few in rows.split(FEW_ROWS)])
+            y = torch.cat([self.run_linear(linear, few) for few in rows.split(FEW_ROWS)])
         else:
             padding = next(count for count in ROWS if count >= len(rows)) - len(rows)
             y = self._run(self.linear, Linear.forward, linear, F.pad(rows, (0, 0, 0, padding)))[: len(rows)]
@@ -153,7 +153,7 @@ class CompiledLayer:
                 self._fail(str(error).split(" raised:\n", 1)[-1].strip().partition("\n")[0])  # a backend's own, less its name
             finally:
                 if self.shapes > shapes:
-                    self.once.seconds += time.perf_counter() - began
+                    self.setup.seconds += time.perf_counter() - began
         return plain(*arguments)
 
     def _fail(self, reason: str) -> None:
@@ -164,8 +164,8 @@ class CompiledLayer:
 class Graphs:
     """Functions of fixed buffers, each recorded at its first use under a key and replayed from then on."""
 
-    def __init__(self, recorder: "CudaRecorder", once: Once):
-        self.recorder, self.once = recorder, once
+    def __init__(self, recorder: "CudaRecorder", setup: SetupTime):
+        self.recorder, self.setup = recorder, setup
         self.captured: dict[Hashable, tuple[Any, Any]] = {}  # a graph; what it returned, whose tensors replays fill
 
     def run(self, key: Hashable, function: Callable[[], Any], buffers: Sequence[Tensor], label: str) -> Any:
@@ -180,15 +180,15 @@ class Graphs:
         if key not in self.captured:
             if len(self.captured) >= MAX_GRAPHS:
                 self.clear()  # all: freeing one may free a workspace of cuBLAS's that others on its stream still use
-            before, began = self.once.seconds, time.perf_counter()
+            before, began = self.setup.seconds, time.perf_counter()
             self.captured[key] = self._capture(function, buffers, label)
-            self.once.seconds = before + time.perf_counter() - began  # what was compiled meanwhile is in it
+            self.setup.seconds = before + time.perf_counter() - began  # what was compiled meanwhile is in it
         graph, output = self.captured[key]
         graph.replay()
         return output
 
     def clear(self, reason: str = "") -> None:
-        """Drop all graphs. A reason is told: that something has moved that they hold the address of."""
+        """Drop all graphs. `reason`, printed on stderr, says what moved: graphs hold raw addresses."""
         if reason and self.captured:
             print(f"minicast: {reason}; recording {len(self.captured)} graphs anew", file=sys.stderr)
         self.captured.clear()

@@ -54,8 +54,9 @@ class Direct:
     At every call Dynamo takes over the frame and checks all that the compiled code rests on. That is not much, but by then
     the last layer's weights have driven it out of the CPU's caches: a fifth of the default model's AR step is Dynamo's. So
     only a layer's first calls with tensors of these shapes go through it, to find or make the code that fits; later ones
-    go straight to that code. What may differ between them is the number of live slots. Code may rest on that, too, where it
-    was equal by chance to a size; so it is called directly for that number alone until Dynamo has found it to fit another.
+    go straight to that code. What may differ between them is the number of live slots. Dynamo may have specialised the code
+    on that number, if it equalled another size; so code is reused for that number alone until Dynamo has accepted it for
+    a second one.
 
     Attributes:
         function: `Layer.forward` or `Layer.remember`

@@ -40,14 +40,14 @@ class Body:
 
     Attributes:
         static: no shape and no value that a window holds depends on the host, so that a graph can hold its pass
-        layer: runs a layer compiled (see `graphs.capture`); None runs it as it is written. A prompt chunk is never
+        compiled_layer: a `graphs.capture.CompiledLayer`; None runs layers as they are written. A prompt chunk is never
             compiled: it may have any length, and compiling for each would take longer than it saves
     """
 
     static = False
 
-    def __init__(self, layer: Callable | None = None):
-        self.layer = layer
+    def __init__(self, compiled_layer: Callable | None = None):
+        self.compiled_layer = compiled_layer
 
 
 class LiveSlice(Body):
@@ -68,7 +68,8 @@ class LiveSlice(Body):
         if mask is None and visible is not EVERYTHING and n > 1:
             among = matrix(visible, rows)
             mask = torch.cat((among.new_ones(n, prefix), among), dim=1)
-        return Window(P + rows, P + offsets, mask, live=prefix + n, layer=None if visible is CAUSAL else self.layer)
+        run_layer = None if visible is CAUSAL else self.compiled_layer
+        return Window(P + rows, P + offsets, mask, live=prefix + n, run_layer=run_layer)
 
 
 class FullCache(Body):
@@ -80,11 +81,12 @@ class FullCache(Body):
         """As `LiveSlice.window`; `prefix` is not read."""
         rows = torch.arange(offsets.shape[0], device=P.device)
         mask = sees(P, matrix(visible, rows), rows[:, None], torch.arange(slots, device=P.device))
-        return Window(P + rows, P + offsets, mask, layer=None if visible is CAUSAL else self.layer)
+        return Window(P + rows, P + offsets, mask, run_layer=None if visible is CAUSAL else self.compiled_layer)
 
 
 def sees(P: Tensor, visible: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-    """Whether `row` sees cache `slot`: in the prefix, or a marked new row. Index tensors broadcast -> bool."""
+    """Whether `row` sees cache `slot`: in the prefix, or a new row marked in visible (n, n) bool. P: (1,) int64; row and slot,
+    int64 of any shapes, broadcast -> bool."""
     n = visible.shape[0]
     offset = slot - P
     inside = (offset >= 0) & (offset < n)
@@ -125,18 +127,18 @@ class Flex(Body):
 
     static = True
 
-    def __init__(self, layer: Callable | None = None):
-        super().__init__(layer)
+    def __init__(self, compiled_layer: Callable | None = None):
+        super().__init__(compiled_layer)
         self.masks: dict[tuple, BitMask] = {}
 
     def window(self, P: Tensor, prefix: int, offsets: Tensor, visible: Tensor | str, slots: int) -> Window:
         """As `LiveSlice.window`. Windows of one shape share buffers: each call overwrites the last one's mask."""
-        if visible is CAUSAL and self.layer:
+        if visible is CAUSAL and self.compiled_layer:
             return LiveSlice().window(P, prefix, offsets, visible, slots)
         n = offsets.shape[0]
         mask = self._mask(n, slots, visible, P.device)
         mask.fill(P, visible)
-        return Window(P + torch.arange(n, device=P.device), P + offsets, mask, body=flex, layer=self.layer)
+        return Window(P + torch.arange(n, device=P.device), P + offsets, mask, body=flex, run_layer=self.compiled_layer)
 
     def _mask(self, n: int, slots: int, visible: Tensor | str, device: torch.device) -> "BitMask":
         if visible is CAUSAL:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minicast.decode import Options
+from minicast.answer import Options
 from minicast.figures import Departure, Record, markdown
 from minicast.prompts import Question
 from minicast.sampling import gumbel_noise, shape_logits

@@ -7,7 +7,7 @@ sampled ones too: the same seed gives the same text by every method. On a shared
 tokens (--turn). It reports the paper's decode-only time, the wall time from prompt to last token, and the streaming
 floor of this machine, measured in the same run. A killed run resumes where it was.
 
-An answer's clocks are in `minicast.decode`, the definitions of figures in `minicast.figures`, measurements of the
+An answer's clocks are in `minicast.answer`, the definitions of figures in `minicast.figures`, measurements of the
 machine in `minicast.machine`, checks of the tokens in `minicast.audit`, tables in `minicast.report`.
 """
 
@@ -32,7 +32,8 @@ from tqdm import tqdm
 
 from minicast.audit import Audit, first_departure, is_failure
 from minicast.command import Placement, guarded, note_idle_flags, note_no_effect
-from minicast.decode import Decoder, Output, Round
+from minicast.answer import Output, Round
+from minicast.decode import Decoder
 from minicast.figures import Record, comparison, comparison_lines, located, over, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS, UNSIZED
@@ -119,7 +120,7 @@ def warm_up(decoders: dict[Arm, Decoder], prompt_ids: Sequence[int], options: di
 def check_compiled(decoders: Iterable[Decoder]) -> None:
     """UserError where layers that should be compiled ran uncompiled: their times would be another measurement."""
     for decoder in decoders:
-        if decoder.state.body.layer and not decoder.state.compiled:
+        if decoder.state.body.compiled_layer and not decoder.state.compiled:
             raise UserError("layers did not compile, for the reason above: repair that, or measure them with --eager")
 
 

@@ -3,198 +3,37 @@
 Symbols: P committed positions in both caches, b pending root (emitted, in neither cache), L block depth, N nodes
 proposed, n = N + 1 packed rows, A accepted nodes, R = A + 1 tokens committed a round.
 
-A round is seven steps: draft, propose, pack (`propose`), verify, walk, commit (`settle`), emit (`Decoder.stream`).
+A round is seven steps: draft, propose, pack (`propose`), verify, walk, commit (`settle`), emit (`Answer.emit`).
 A chain is a tree without branches and autoregressive decoding a tree without nodes, so there is one round for all.
 
-The two functions and the state between them are in `round`, methods in `methods`; trees are built in `tree` and walked
-in `verify`, tokens are chosen in `sampling`, and `policy` chooses the width by the rule of `width`. This module holds
-the order of things.
+The two functions and the state between them are in `round`, what an answer is in `answer`, methods in `methods`; trees are
+built in `tree` and walked in `verify`, tokens are chosen in `sampling`, and `policy` chooses the width by the rule of
+`width`. This module holds the order of things.
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from graphs.capture import CompiledLayer, CudaRecorder, Graphs, Once
+from graphs.capture import CompiledLayer, CudaRecorder, Graphs, SetupTime
 from graphs.masks import BODIES
-from minicast.methods import METHODS, Method, best_first, chain, is_custom, no_tree
+from minicast.answer import Answer, Options, Output, Round, Stopwatch
+from minicast.methods import METHODS, best_first, chain, is_custom, no_tree
 from minicast.policy import FixedWidth, Policy, is_policy
-from minicast.round import (
-    FAULTS, MAX_ROWS, Request, Settled, State, pack, prefill, propose, read_features, settle,
-)
-from minicast.sampling import SamplingParams, is_integer
-from minicast.tree import RANK_CAP, Tree
+from minicast.round import MAX_ROWS, Request, Settled, State, pack, prefill, propose, read_features, settle
+from minicast.sampling import is_integer
+from minicast.tree import Tree
 from minicast.verify import target_choices
 from minicast.width import MAX_WIDTH, UNINFORMED, clamp_width
 from model.config import check_pair
-from model.device import clock
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.linear import lay_out
 from model.transformer import Target
-
-
-@dataclass(frozen=True)
-class Options:
-    """How an answer is decoded. What cannot be served is a `UsageError` when the options are made.
-
-    Attributes:
-        method: "ar", "dflash", "cast", or a function from `Proposal` to `Tree`
-        width: N for "cast", 0..127; 0 is "ar"; "auto": one that pays on this machine, found by a probe that is
-            kept on disk; "round": likewise, for each round; both fall back on AR where drafting does not pay, but
-            give a method of your own one width throughout; or a policy of your own, see `policy.Policy`
-        max_new_tokens: exact bound on new tokens; 0 gives none
-        temperature, top_k, top_p, seed: see `minicast.sampling`; temperature 0 is greedy
-        stop_ids: ids that end the answer; the one reached is emitted
-        rank_cap: K, ranks kept at each position; None keeps all
-        verifier: "direct" or "stochastic" (see `minicast.verify`), only matters at temperature > 0. What the latter
-            draws depends on the tree, so its text repeats for a seed where the width is fixed, not timed
-    """
-
-    method: str | Method = "cast"
-    width: str | int | Policy = "auto"
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    stop_ids: Sequence[int] = ()
-    rank_cap: int | None = RANK_CAP
-    verifier: str = "direct"
-
-    def __post_init__(self):
-        N, K, ids, most = self.width, self.rank_cap, self.stop_ids, self.max_new_tokens
-        listed = isinstance(ids, Collection) and not isinstance(ids, (str, bytes))
-        # Only strings are looked up: another object may be neither hashable nor comparable.
-        method, width, verifier = (each if isinstance(each, str) else "" for each in (self.method, N, self.verifier))
-        chooses = is_policy(N) or width in ("auto", "round") or (is_integer(N) and N >= 0)
-        rules = {
-            "method": (callable(self.method) or method in METHODS, f"one of {', '.join(METHODS)}, or a function"),
-            "width": (chooses, f"auto, round, one of 0 to {MAX_WIDTH}, or an object with width, keep and observe"),
-            "max_new_tokens": (is_integer(most) and most >= 0, "a whole number of at least 0"),
-            "rank_cap": (K is None or (is_integer(K) and K >= 1), "at least 1, or none to keep all ranks"),
-            "verifier": (verifier in ("direct", "stochastic"), "direct or stochastic"),
-            "stop_ids": (listed and all(is_integer(each) and each >= 0 for each in ids), "a collection of token ids"),
-        }
-        for name, (holds, rule) in rules.items():
-            if not holds:
-                raise UsageError(f"{name} must be {rule}, got {getattr(self, name)!r}")
-        self.sampling  # raises, too
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """What concerns the target's law and its choices."""
-        try:
-            return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-
-
-@dataclass
-class Output:
-    """One finished answer.
-
-    Attributes:
-        token_ids: new tokens only, EOS included if reached
-        round_lengths: R of every round, counted after cuts; the first token comes from the prefill, not a round
-        widths: N of every round; where shapes are fixed, with the nodes of no mass that fill up a tree
-        stop_reason: "eos", "length" or "context"
-        prefill_seconds: prompt to first token, the drafter's prefill included
-        decode_seconds: the paper's timer (Appendix D): opens after prefill and, where something is drafted, after
-            the first draft; closes after truncation
-        wall_seconds: prompt to last token; what a caller does between rounds counts in none of the three
-        reused: prompt tokens that were in the caches already; the others were prefilled
-        once_seconds: compiling layers, laying out weights for them, recording graphs; in none of the three either
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    round_lengths: list[int] = field(default_factory=list)
-    widths: list[int] = field(default_factory=list)
-    stop_reason: str = "length"
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    wall_seconds: float = 0.0
-    reused: int = 0
-    once_seconds: float = 0.0
-
-
-@dataclass
-class Round:
-    """What one round did.
-
-    Attributes:
-        token_ids: tokens emitted, after cuts
-        accepted: how many of them, from the left, were drafted; the rest are the target's own
-        tree: the N nodes verified, those that the policy kept; None for the prefill
-        path: packed rows accepted, from row 0, the root
-        stop_reason: why the answer ends here, or None
-    """
-
-    token_ids: list[int]
-    accepted: int = 0
-    tree: Tree | None = None
-    path: list[int] = field(default_factory=list)
-    stop_reason: str | None = None
-
-    @property
-    def prefill(self) -> bool:
-        return self.tree is None
-
-    @property
-    def width(self) -> int:
-        return 0 if self.tree is None else self.tree.width
-
-
-def cut(tokens: list[int], room: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
-    """The emitted part of a round's tokens: up to the first stop id, at most `room`; and whether it was a stop id."""
-    for count, token in enumerate(tokens[:room], start=1):
-        if token in stop_ids:
-            return tokens[:count], True
-    return tokens[:room], False
-
-
-class Stopwatch:
-    """Writes the times of an `Output`. It stands while layers compile, graphs are recorded, and the caller has a round.
-
-    Attributes:
-        opened: when the paper's timer did, see `Output.decode_seconds`; None before
-    """
-
-    def __init__(self, output: Output, device: torch.device, once: Once):
-        self.output, self.device, self.once, self.once_before = output, device, once, once.seconds
-        self.away, self.opened = 0.0, None
-        self.started = self.round_started = self.now()
-
-    def now(self, waits: bool = False) -> float:
-        """Seconds; waits: for the device to catch up first."""
-        return (clock(self.device) if waits else time.perf_counter()) - self.once.seconds - self.away
-
-    def prefilled(self, drafts: bool) -> None:
-        self.output.prefill_seconds = self.now(waits=True) - self.started
-        self.opened = None if drafts else self.now()
-
-    def drafted(self) -> None:
-        if self.opened is None:
-            self.opened = self.now(waits=True)
-
-    def emitted(self, in_round: bool) -> float:
-        """The round's seconds. There is nothing to wait for: reading its outcome has waited for the device."""
-        now, output = self.now(), self.output
-        if in_round:
-            output.decode_seconds = now - self.opened
-        output.wall_seconds, output.once_seconds = now - self.started, self.once.seconds - self.once_before
-        return now - self.round_started
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        began = self.now()
-        yield
-        self.away += self.now() - began
 
 
 class Decoder:
@@ -210,12 +49,15 @@ class Decoder:
         attention: "sdpa" (live slice, the default where no graphs are used), "static" (whole cache under an
             explicit mask, padded shapes) or "flex" (FlexAttention, the default for graphs)
 
-    Caches persist between calls: a prompt that starts with the cached ids reuses them. `reset` forgets them.
+    Caches persist between calls: a prompt that starts with the cached ids reuses them. `reset` forgets them. For the whole
+    process a decoder on CUDA turns cuDNN's attention off, and one that compiles sets Dynamo's limits.
+
+    Raises UsageError for a head that does not fit the target, and for an attention that is unknown or that graphs cannot hold.
 
     Attributes:
         output: the last answer's, complete up to its last round
         state: buffers and caches, see `minicast.round.State`; graphs: recorded rounds, None where there are none
-        once: seconds spent on what is done once
+        setup: seconds spent compiling layers, laying out weights and recording graphs
         deployment: costs and learned masses, None before a width has had to be chosen: `minicast.probe.Deployment`
     """
 
@@ -232,11 +74,10 @@ class Decoder:
             raise UsageError(f"graphs cannot hold attention {name!r}: choose static or flex, or do not compile")
         if draft:
             check_pair(draft.config, target.config)
-            if draft.block_size > MAX_ROWS or draft.dtype != target.dtype:
-                raise UsageError(
-                    f"the head has block size {draft.block_size} and {draft.dtype}: give one of at most {MAX_ROWS}, "
-                    f"loaded in the target's {target.dtype}"
-                )
+            if draft.block_size > MAX_ROWS:
+                raise UsageError(f"the head has block size {draft.block_size}: give one of at most {MAX_ROWS}")
+            if draft.dtype != target.dtype:
+                raise UsageError(f"the head is in {draft.dtype}, the target in {target.dtype}: load both in one dtype")
         self.target, self.draft, self.max_length = target, draft, max_length
         if compile and not cuda:
             lay_out(target, draft, compiled=True)  # before the compiler, too, takes memory
@@ -244,8 +85,8 @@ class Decoder:
         if layer and not cuda:
             layer.try_out()
         self.state = State(target, draft, BODIES[name](layer))
-        self.once = layer.once if layer else Once()
-        self.graphs = Graphs(CudaRecorder(target.device), self.once) if cuda and compile else None
+        self.setup = layer.setup if layer else SetupTime()
+        self.graphs = Graphs(CudaRecorder(target.device), self.setup) if cuda and compile else None
         if cuda:  # cuDNN's attention plans for each number of keys anew, longer than a round takes
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.output = Output()
@@ -256,7 +97,7 @@ class Decoder:
         self.state.reset()
 
     def generate(self, prompt_ids: Sequence[int], **options) -> Output:
-        """Answer a prompt; `options` are those of `Options`."""
+        """Answer a prompt; arguments and errors are those of `stream`."""
         for _ in self.stream(prompt_ids, **options):
             pass
         return self.output
@@ -267,7 +108,7 @@ class Decoder:
 
         Args:
             prompt_ids: at least one id; never altered
-            options: those of `Options`
+            options: method, width, max_new_tokens, temperature, …: those of `minicast.answer.Options`
 
         Raises, as all generators no sooner than the first round is asked for:
             UsageError: for a request that can't be served
@@ -275,51 +116,43 @@ class Decoder:
             UserError: when the logits of the target, or the scores of the drafter, are not finite
         """
         wanted = Options(**options)
-        token_ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else list(prompt_ids)
-        room, full = self.room(token_ids, wanted.max_new_tokens)
-        policy = self.policy(wanted, len(token_ids), room)
+        prompt_ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else list(prompt_ids)
+        room, full = self.room(prompt_ids, wanted.max_new_tokens)
+        policy = self.policy(wanted, len(prompt_ids), room)
         request = self.request(wanted, drafts=policy != FixedWidth(0))
-        state, output = self.state, Output(stop_reason=full)
-        self.output, watch = output, Stopwatch(output, self.target.device, self.once)
+        state, answer = self.state, Answer(prompt_ids, room, full, wanted.stop_ids)
+        self.output = output = answer.output
         if room == 0:
+            output.stop_reason = full
             return
-        output.reused = self._begin(token_ids, room, request)
-        tree, settled = None, Settled([], [], self._first_token(token_ids, request))
+        watch = Stopwatch(output, self.target.device, self.setup)
+        output.reused = self._begin(prompt_ids, room, request)
+        settled = Settled([], [], self._first_token(prompt_ids, request))
         watch.prefilled(drafts=request.tap)
+        step = answer.emit(settled)
         while True:
-            # 7 emit: of the first token there was no round
-            accepted, fault = settled.tokens[1:], FAULTS.get(settled.next_token)
-            new = accepted if fault else [*accepted, settled.next_token]
-            emitted, ended = cut(new, room - len(output.token_ids), wanted.stop_ids)
-            token_ids += emitted
-            output.token_ids += emitted
-            if fault:
+            if settled.fault:
                 self.reset()  # not-a-number left in a cache would survive masking
-            elif len(token_ids) < state.prefix:  # what was cut must not be inherited by a next turn
-                state.rewind(len(token_ids))
-            seconds = watch.emitted(in_round=tree is not None)
-            if tree is not None:
-                output.round_lengths.append(len(emitted))
-                output.widths.append(tree.width)
-                if not fault:  # else the tree's masses may be NaN
-                    policy.observe(tree.width, len(emitted), seconds)
-            reason = "eos" if ended else full if len(output.token_ids) == room else None
-            output.stop_reason = reason or full
             with watch.paused():
-                yield Round(emitted, min(len(accepted), len(emitted)), tree, settled.path, reason)
-            if reason:
+                yield step
+            if step.stop_reason:
                 return
-            if fault:
-                raise UserError(fault)
+            if settled.fault:
+                raise UserError(settled.fault)
             if self.output is not output or state.prefix == 0:
                 raise UserError("the decoder was reset or began another answer: give each answer a decoder of its own")
             width = clamp_width(policy.width)
-            watch.round_started = watch.now()
-            tree = self.propose(request, token_ids, width)  # 1 draft 2 propose 3 pack
+            tree = self.propose(request, answer.token_ids, width)  # 1 draft 2 propose 3 pack
             tree = self._kept(tree, policy.keep(tree))
             watch.drafted()
             settled = Settled.read(self.settle(request, self._rows(tree)))  # 4 verify 5 walk 6 commit
             state.commit(settled.tokens, request.tap)
+            step = answer.emit(settled, tree)  # 7 emit
+            if len(answer.token_ids) < state.prefix:  # what was cut must not be inherited by a next turn
+                state.rewind(len(answer.token_ids))
+            seconds = watch.round_ends()
+            if not settled.fault:  # else the tree's masses may be NaN
+                policy.observe(tree.width, len(step.token_ids), seconds)
 
     def policy(self, options: Options, prompt_tokens: int, new_tokens: int) -> Policy:
         """What chooses each round's width, see `minicast.policy`. "auto" and "round" may have to measure costs."""
@@ -356,7 +189,7 @@ class Decoder:
         if length == 0:
             raise UsageError("the prompt has no tokens; give at least one")
         if not all(is_integer(token) and token in ids for token in prompt_ids):
-            raise UsageError(f"the prompt must be ids below {len(ids)}, the target's vocabulary: is the tokenizer its own?")
+            raise UsageError(f"the prompt must be token ids below {len(ids)}: encode text with the target's own tokenizer")
         if length > context:
             raise UsageError(f"the prompt has {length} tokens, the target's context is {context}; shorten the prompt")
         return min(max_new_tokens, context - length), "length" if max_new_tokens <= context - length else "context"
@@ -384,7 +217,7 @@ class Decoder:
         """
         began = time.perf_counter()
         lay_out(self.target, self.draft, compiled=self.state.compiled)
-        self.once.seconds += time.perf_counter() - began
+        self.setup.seconds += time.perf_counter() - began
         if self.state.static:
             positions = min(1 << (max(positions, self.max_length) - 1).bit_length(), self.target.context)
         if self.state.reserve(positions) and self.graphs:

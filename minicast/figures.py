@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from minicast.decode import Output
+from minicast.answer import Output
 from minicast.prompts import MEAN
 
 RESAMPLES = 10_000

@@ -137,7 +137,7 @@ class Check:
         if self.device.type != "cuda":
             return Decoder(*pair, attention="flex", **options)
         decoder = Decoder(*pair, compile=True, **options)
-        self.layers.append(decoder.state.body.layer)
+        self.layers.append(decoder.state.body.compiled_layer)
         return decoder
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from minicast.decode import Decoder, Round
+from minicast.answer import Round
+from minicast.decode import Decoder
 from minicast.methods import UNSIZED, Proposal, best_first
-from minicast.round import FAULTS, Request, Settled
+from minicast.round import Request, Settled
 from minicast.terminal import DIM, GREEN, PLAIN, Screen
 from minicast.tree import Tree, top_ranked
 from model.errors import UsageError, UserError
@@ -112,8 +113,8 @@ def explain_round(
             decoder.watching = rounds + 1 == number
         else:
             raise UsageError(f"the answer has {rounds} rounds: --explain-round {number} is beyond its end")
-        if decoder.seen.settled.next_token in FAULTS:
-            raise UserError(FAULTS[decoder.seen.settled.next_token])
+        if decoder.seen.settled.fault:
+            raise UserError(decoder.seen.settled.fault)
     except (KeyboardInterrupt, UserError):
         screen.write(tokenizer.decode(so_far))
         screen.end_line()

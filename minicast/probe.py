@@ -31,7 +31,8 @@ from tqdm import tqdm
 
 from minicast.back_off import BackOff, Pace
 from minicast.curve import MassCurve, read_shipped
-from minicast.decode import Decoder, Options
+from minicast.answer import Options
+from minicast.decode import Decoder
 from minicast.figures import markdown
 from minicast.machine import cpu_seconds
 from minicast.policy import AutoWidth, FixedWidth, Policy, RoundWidth

@@ -8,7 +8,7 @@ F = taps·H width of the features, the outputs of the target's layers that the d
     `settle`    4 verify, 5 walk, 6 commit
 
 Both read and write `State` alone, at fixed addresses, so that the same two functions run as they are on a CPU and are
-replayed from CUDA graphs on a GPU (`graphs.capture`). What repeats them, and step 7, emit, is in `decode`.
+replayed from CUDA graphs on a GPU (`graphs.capture`). Step 7, emit, is in `answer`, and what repeats it all in `decode`.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from graphs.masks import EVERYTHING, TILE
 from minicast.methods import Method, Proposal, no_tree
 from minicast.sampling import NO_CHOICE, SamplingParams
 from minicast.tree import NonFinite, Tree
-from minicast.verify import target_choices, visit, walk
+from minicast.verify import target_choices, walk, walk_on_host
 from minicast.width import MAX_WIDTH
 from model.device import to_host
 from model.dflash import DraftHead
@@ -114,12 +114,12 @@ class State:
     @property
     def compiled(self) -> bool:
         """Whether layers run compiled; not where compiling has failed."""
-        return self.body.layer is not None and not self.body.layer.failed
+        return self.body.compiled_layer is not None and not self.body.compiled_layer.failed
 
     @property
-    def product(self) -> Callable:
+    def run_linear(self) -> Callable:
         """Runs a linear layer that is in no layer, (layer, x) -> y."""
-        return self.body.layer.product if self.body.layer else Linear.__call__
+        return self.body.compiled_layer.run_linear if self.body.compiled_layer else Linear.__call__
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -213,7 +213,7 @@ def prefill(state: State, token_ids: Sequence[int], tap: bool) -> Tensor:
             if tap:
                 read_features(state, state.prefix - state.drafted)
             bar.update(len(chunk))
-    return target.logits(hidden[0, -1:], state.product)
+    return target.logits(hidden[0, -1:], state.run_linear)
 
 
 def read_features(state: State, count: int) -> None:
@@ -225,9 +225,9 @@ def read_features(state: State, count: int) -> None:
     for first in range(0, count, PREFILL_ROWS):
         rows = min(count - first, PREFILL_ROWS)
         slots = state.D + state.rows[:rows]
-        layer = state.body.layer if rows == state.depth + 1 else None  # other numbers of rows would each be compiled
-        remember, product = (layer.remember, state.product) if layer else (Layer.remember, Linear.__call__)
-        state.draft.extend(state.features.index_select(1, slots), state.draft_cache, slots, remember, product)
+        layer = state.body.compiled_layer if rows == state.depth + 1 else None  # other numbers of rows would each be compiled
+        remember, run_linear = (layer.remember, state.run_linear) if layer else (Layer.remember, Linear.__call__)
+        state.draft.extend(state.features.index_select(1, slots), state.draft_cache, slots, remember, run_linear)
         state.D.copy_(torch.minimum(state.D + rows, state.P))
         state.drafted = min(state.drafted + rows, state.prefix)
 
@@ -241,7 +241,7 @@ def draft(state: State, depth: int | None = None) -> Tensor:
     block = torch.full((1, rows), state.draft.mask_token_id, device=state.P.device)
     block[:, :1] = state.root
     hidden = state.draft(block, state.draft_cache, state.window(state.rows[:rows], EVERYTHING), state.target)
-    return state.draft.log_q(hidden[0, :depth], state.target, state.product)
+    return state.draft.log_q(hidden[0, :depth], state.target, state.run_linear)
 
 
 def pack(state: State, tree: Tree) -> None:
@@ -291,7 +291,7 @@ def settle(state: State, request: Request, n: int) -> Tensor:
     # 4 verify
     taps = state.draft.taps if request.tap else ()
     hidden, features = state.target(tokens[None], state.target_cache, state.window(depths, visible), taps)
-    logits = state.target.logits(hidden[0], state.product)
+    logits = state.target.logits(hidden[0], state.run_linear)
     # 5 walk
     children = None
     if request.stochastic and n > 1:
@@ -304,7 +304,7 @@ def settle(state: State, request: Request, n: int) -> Tensor:
         choices = target_choices(logits, request.params, positions, children, state.seed, depths)
         walked = walk(tokens, parents, visible, choices, deepest)
     else:
-        walked = visit(tokens, parents, logits, request.params, state.P, children, deepest)
+        walked = walk_on_host(tokens, parents, logits, request.params, state.P, children, deepest)
     # 6 commit: the path's rows move down to slots P, P + 1, …; entries past A copy themselves and stay scratch
     slots = state.P + state.rows[: deepest + 1]
     state.target_cache.move(state.P + walked.path, slots)
@@ -330,9 +330,14 @@ class Settled:
     path: list[int]
     next_token: int
 
+    @property
+    def fault(self) -> str | None:
+        """Why there is no next token, or None."""
+        return FAULTS.get(self.next_token)
+
     @classmethod
     def read(cls, outcome: Tensor) -> "Settled":
-        """Copy the outcome of `settle` to the host: the one host sync of a round whose tree needs none."""
+        """Copy the outcome of `settle`, (2 + 2M,), to the host: the one host sync of a round whose tree needs none."""
         accepted, next_token, *rest = to_host(outcome).tolist()
         tokens, path = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         return cls(tokens[: accepted + 1], path[: accepted + 1], next_token)

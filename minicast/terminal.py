@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from minicast.decode import Decoder, Output, Round
+from minicast.answer import Output, Round
+from minicast.decode import Decoder
 from minicast.methods import UNSIZED
 from minicast.program import Terminated
 from model.errors import UserError
@@ -90,7 +91,7 @@ class Answer:
             "prefill_seconds": output.prefill_seconds,
             "decode_seconds": output.decode_seconds,
             "wall_seconds": output.wall_seconds,
-            "once_seconds": output.once_seconds,
+            "setup_seconds": output.setup_seconds,
         }
 
     def lines(self) -> list[str]:
@@ -98,10 +99,10 @@ class Answer:
         output, tokens = self.output, len(self.output.token_ids)
         prompt = f"prompt   {self.prompt_tokens} tokens{rate(self.prompt_tokens, output.prefill_seconds)}"
         decode = f"decode   {tokens} tokens{rate(tokens, output.decode_seconds)}"
-        once = [f"compile  {output.once_seconds:.1f} s for new shapes, or weights laid out anew, in none of these times"]
-        once = once if output.once_seconds >= 0.05 else []
+        setup = [f"compile  {output.setup_seconds:.1f} s for new shapes, or weights laid out anew, in none of these times"]
+        setup = setup if output.setup_seconds >= 0.05 else []
         if not output.round_lengths:
-            return [prompt, f"{decode}; stopped: {self.stop_reason}", *once]
+            return [prompt, f"{decode}; stopped: {self.stop_reason}", *setup]
         decode += f", {ms_per_token(output):.1f} ms a token; prompt to last token {output.wall_seconds:.2f} s"
         width = f" (N = {self._widths()})" if self.method not in UNSIZED else ""
         accepted = self.accepted or [0]  # if interrupted, the decoder may be a round ahead of what was shown
@@ -109,7 +110,7 @@ class Answer:
         return [
             prompt,
             f"{decode}; stopped: {self.stop_reason}",
-            *once,
+            *setup,
             f"rounds   {len(output.round_lengths)} of {self.method}{width}",
             f"mean R   {mean(output.round_lengths):.2f} tokens committed a round, "
             f"{mean(accepted):.2f} of them accepted drafts and the others the target's own",

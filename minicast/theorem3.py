@@ -1,6 +1,6 @@
 """The paper's stochastic verifier: recursive speculative sampling over a row's children (paper, Theorem 3).
 
-Legend: n packed rows, V vocabulary size, K the most children a row can have, p_v the target's law after row v, q the
+Legend: n packed rows, V vocabulary size, C the most children a row can have, p_v the target's law after row v, q the
 drafter's.
 
 It commits tokens by the same law as the direct walk of `verify`, and no more of them: `stochastic_choices` says why.
@@ -21,11 +21,11 @@ FARTHEST = 600.0  # lowest log proposal below the best sibling's: e^-600 is not 
 class Siblings:
     """The children of each packed row, side by side."""
 
-    tokens: Tensor  # (n, K) int64, any value where there is no child
-    log_q: Tensor   # (n, K) float32 or float64, log proposal up to a constant per row, -inf where there is no child
+    tokens: Tensor  # (n, C) int64, any value where there is no child
+    log_q: Tensor   # (n, C) float32 or float64, log proposal up to a constant per row, -inf where there is no child
 
     def row(self, row: int) -> "Siblings":
-        """The children of one row, (1, K)."""
+        """The children of one row, (1, C)."""
         return Siblings(self.tokens[row : row + 1], self.log_q[row : row + 1])
 
 
@@ -34,7 +34,7 @@ def siblings(tokens: Tensor, parents: Tensor, log_mass: Tensor, max_children: in
 
     tokens, parents: (n,) int64 as in `walk`
     log_mass:        (n,) log mass of each row's prefix under the drafter, 0 at b; any value at padding rows
-    max_children:    K, the most children that a row has
+    max_children:    C, the most children that a row has
     """
     n = tokens.shape[0]
     rows = torch.arange(n, device=tokens.device)
@@ -72,12 +72,12 @@ def stochastic_choices(
     and only the direct walk repeats AR's text.
 
     Rejection changes mu at the children and scales it by a common factor elsewhere, so the recursion works on
-    (n, K) values and the vocabulary is read once, by the final draw. Nothing in a row depends on another row
+    (n, C) values and the vocabulary is read once, by the final draw. Nothing in a row depends on another row
     or on a value on the host: one call can serve the one row a host walk visits, or all n rows inside a graph
     before `walk`.
 
     log_p:     (n, V) log p of each row, from `minicast.sampling.log_probabilities`
-    children:  (n, K)
+    children:  (n, C)
     seed:      an int, or an int64 tensor of shape (1,) or (n,)
     positions: (n,) int64, absolute position of the token chosen at each row
     noise:     (n, V) `gumbel_noise` of these positions, for the final draw
@@ -86,18 +86,18 @@ def stochastic_choices(
     # Sorting by log q + Gumbel noise puts the children in the order in which drawing without replacement,
     # each time by the renormalised proposal, would draw them. Added to huge numbers, noise would be lost to rounding
     # and the law would be wrong. Any proposal gives the right law, so log q is clamped to within FARTHEST of the best.
-    log_q = children.log_q.double()                                                               # (n, K)
+    log_q = children.log_q.double()                                                               # (n, C)
     best = log_q.amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)              # (n, 1)
-    log_q = torch.where(log_q > -torch.inf, (log_q - best).clamp(min=-FARTHEST), -torch.inf)      # (n, K)
-    draws = gumbel(keyed_uniform(seed, positions, children.tokens, PROPOSAL, torch.float64))      # (n, K)
+    log_q = torch.where(log_q > -torch.inf, (log_q - best).clamp(min=-FARTHEST), -torch.inf)      # (n, C)
+    draws = gumbel(keyed_uniform(seed, positions, children.tokens, PROPOSAL, torch.float64))      # (n, C)
     order = (log_q + draws).argsort(dim=1, descending=True)
-    log_q, tokens = log_q.gather(1, order), children.tokens.gather(1, order)                      # (n, K)
-    is_child = log_q > -torch.inf                                                                 # (n, K)
-    p = torch.where(is_child, log_p.gather(1, tokens).double().exp(), 0.0)                        # (n, K)
+    log_q, tokens = log_q.gather(1, order), children.tokens.gather(1, order)                      # (n, C)
+    is_child = log_q > -torch.inf                                                                 # (n, C)
+    p = torch.where(is_child, log_p.gather(1, tokens).double().exp(), 0.0)                        # (n, C)
 
-    accept = acceptance(p, log_q)                                                                 # (n, K)
-    uniform = keyed_uniform(seed, positions, tokens, ACCEPTANCE, torch.float64)                   # (n, K)
-    accepted = uniform < accept                                                                   # (n, K)
+    accept = acceptance(p, log_q)                                                                 # (n, C)
+    uniform = keyed_uniform(seed, positions, tokens, ACCEPTANCE, torch.float64)                   # (n, C)
+    accepted = uniform < accept                                                                   # (n, C)
     first = accepted.int().argmax(dim=1, keepdim=True)                                            # (n, 1)
 
     # The final draw: outside the children mu is p times a constant, and at the children it is 0.
@@ -119,15 +119,15 @@ def acceptance(p: Tensor, log_q: Tensor) -> Tensor:
 
     It depends on the order of the candidates, not on the random numbers. Columns are in order of drawing.
 
-    p:     (n, K) fp64, the row's law at the candidates; 0 where there is no candidate
-    log_q: (n, K) fp64, log proposal up to a constant per row; -inf in the last columns, with no candidate
-    Returns (n, K) fp64, 0 where there is no candidate.
+    p:     (n, C) fp64, the row's law at the candidates; 0 where there is no candidate
+    log_q: (n, C) fp64, log proposal up to a constant per row; -inf in the last columns, with no candidate
+    Returns (n, C) fp64, 0 where there is no candidate.
     """
-    mu = p                                                             # (n, K): mu at the children
+    mu = p                                                             # (n, C): mu at the children
     elsewhere = (1 - p.sum(dim=1, keepdim=True)).clamp(min=0)          # (n, 1): mass of mu elsewhere
     accept = []
-    for k in range(p.shape[1]):
-        q = log_q[:, k:].softmax(dim=1)                                # (n, K - k): q~; NaN if none is left
+    for c in range(p.shape[1]):
+        q = log_q[:, c:].softmax(dim=1)                                # (n, C - c): q~; NaN if none is left
         onward = (mu - q).clamp(min=0)
         mass = elsewhere + onward.sum(dim=1, keepdim=True)             # (n, 1)
         ratio = mu[:, :1] / q[:, :1]

@@ -65,7 +65,7 @@ def ancestor_matrix(parents: torch.Tensor, deepest: int) -> torch.Tensor:
     """The matrix above, (N+1, N+1) bool, of parents (N,), for a tree at most `deepest` levels deep.
 
     A row is its parent's row plus the diagonal. Row after row that is N steps; here each step doubles how far
-    up every row has looked, so log2(deepest) steps do, without a word to the host.
+    up every row has looked, so log2(deepest) steps do, without a host sync.
     """
     rows = torch.eye(parents.shape[0] + 1, dtype=torch.bool, device=parents.device)
     above = pad(parents + 1, (1, 0))  # the packed row above each one; the root stays with itself
@@ -77,7 +77,7 @@ def ancestor_matrix(parents: torch.Tensor, deepest: int) -> torch.Tensor:
 
 # Ranking the vocabulary
 
-BLOCK = 32  # tokens that share one maximum
+GROUP = 32  # neighbouring tokens that share one maximum
 RANK_CAP = 8  # K, if not said
 
 
@@ -85,21 +85,21 @@ def top_ranked(log_q: torch.Tensor, ranks: int | None) -> tuple[torch.Tensor, to
     """The best tokens of each depth: log_q (L, V) -> tokens (L, K) int64, log q (L, K) float32.
 
     Best first, equal values by token id; K is min(ranks, V), or V for None. A bare `topk` breaks ties as it
-    likes, and a stable sort of the whole vocabulary is slow. But the K best tokens lie in the K best blocks
-    of neighbouring tokens, ranked by their maxima and ties by position: each of these blocks holds a token
-    that goes before anything in a later one. Ranking the maxima is this same problem, BLOCK times smaller.
+    likes, and a stable sort of the whole vocabulary is slow. But the K best tokens lie in the K best groups
+    of neighbouring tokens, ranked by their maxima and ties by position: each of these groups holds a token
+    that goes before anything in a later one. Ranking the maxima is this same problem, GROUP times smaller.
     NaN ranks first, so that it is seen.
     """
     vocabulary = log_q.shape[1]
     ranks = vocabulary if ranks is None else min(ranks, vocabulary)
-    if vocabulary <= 2 * BLOCK * max(ranks, 1):
+    if vocabulary <= 2 * GROUP * max(ranks, 1):
         ranked = log_q.float().sort(dim=1, descending=True, stable=True)
         return ranked.indices[:, :ranks], ranked.values[:, :ranks]
-    if vocabulary % BLOCK:
-        log_q = pad(log_q, (0, -vocabulary % BLOCK), value=-inf)  # behind every real token, so never ranked
-    best_blocks, _ = top_ranked(log_q.unflatten(1, (-1, BLOCK)).amax(dim=2), ranks)
-    first_tokens = best_blocks.sort(dim=1).values * BLOCK  # ascending, so that ties still go by token id
-    tokens = (first_tokens.unsqueeze(2) + torch.arange(BLOCK, device=log_q.device)).flatten(1)
+    if vocabulary % GROUP:
+        log_q = pad(log_q, (0, -vocabulary % GROUP), value=-inf)  # behind every real token, so never ranked
+    best_groups, _ = top_ranked(log_q.unflatten(1, (-1, GROUP)).amax(dim=2), ranks)
+    first_tokens = best_groups.sort(dim=1).values * GROUP  # ascending, so that ties still go by token id
+    tokens = (first_tokens.unsqueeze(2) + torch.arange(GROUP, device=log_q.device)).flatten(1)
     places, values = top_ranked(log_q.gather(1, tokens), ranks)
     return tokens.gather(1, places), values
 
@@ -109,10 +109,10 @@ def top_ranked(log_q: torch.Tensor, ranks: int | None) -> tuple[torch.Tensor, to
 def best_first_tree(log_q: torch.Tensor, width: int, rank_cap: int | None = RANK_CAP) -> Tree:
     """The `width` prefixes of largest mass under log_q (L, V), of the `rank_cap` best tokens at each depth.
 
-    Fewer where fewer have any mass. Scores other than log q must be at most 0, too. `rank_cap=None` is uncapped: a
-    token of rank r comes after r siblings, so only the best `width` tokens of a depth can ever be in the tree.
+    Fewer where fewer have any mass. `rank_cap=None` is uncapped: a token of rank r comes after r siblings, so only the
+    best `width` tokens of a depth can ever be in the tree.
 
-    ValueError for a width below 0 or a rank cap below 1; NonFinite for scores of NaN or +inf.
+    ValueError for a width below 0, a rank cap below 1 or scores above 0; NonFinite for scores of NaN or +inf.
     """
     if width < 0:
         raise ValueError(f"a tree has 0 nodes or more, not {width}")
@@ -137,6 +137,8 @@ def ranked_tree(tokens: torch.Tensor, log_q: torch.Tensor, width: int) -> Tree:
     ranked = log_q.tolist()
     if not all(row[0] < inf for row in ranked if row):  # NaN ranks first, and compares false
         raise NonFinite("the drafter's log q is not finite: NaN or +inf")
+    if any(row[0] > 1e-3 for row in ranked if row):  # more than rounding: a child would come before its parent
+        raise ValueError("log q must be at most 0: put scores through log_softmax")
     device = log_q.device
     slots, parents, log_mass = (values.to(device) for values in expand(ranked, width))
     return Tree(
@@ -154,9 +156,9 @@ def expand(ranked: list[list[float]], width: int) -> tuple[torch.Tensor, torch.T
     row by row: depth first, then rank. So comparing slots is comparing (depth, rank), and a heap of (cost,
     slot, parent), with cost the negative log mass, pops in the order of this file, ties and all.
 
-    A popped node puts two others on the heap: its next sibling and its first child. So late an arrival costs no
-    node its turn, not even among ties: the node that puts it there, its better sibling or its parent, comes
-    before it in the order anyway. The paper pushes all K children at each pop, for the same tree.
+    A popped node pushes two others: its next sibling and its first child. Pushing a node only when its better sibling
+    or its parent is popped never delays it, even among ties: both come before it in the order anyway. The paper
+    pushes all K children at each pop, for the same tree.
     """
     stride = len(ranked[0]) + 1 if ranked else 1
     # Infinite costs, as another column and row, stand for a sibling past the last rank and a child too deep.

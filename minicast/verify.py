@@ -1,7 +1,7 @@
 """Which drafted tokens the target keeps: the walk over a packed tree (paper, Appendix C).
 
 Legend: b pending root, n packed rows (row 0 is b), L block depth, A accepted tokens, V vocabulary size,
-p_v the target's law after row v, K the most children a row can have.
+p_v the target's law after row v, C the most children a row can have.
 
 Every method reads the same two things: the packed tree and one target choice per row, `choices[v]`, the token
 that the target puts after the prefix that ends in row v. The walk starts at b and steps to the child that
@@ -20,11 +20,15 @@ wants static shapes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minicast.sampling import SamplingParams, choose, gumbel_noise, log_probabilities
+
+if TYPE_CHECKING:
+    from minicast.theorem3 import Siblings
 
 
 @dataclass(frozen=True)
@@ -91,14 +95,14 @@ def walk_rows(children: Sequence[dict[int, int]], choose: Callable[[int, int], i
 
 
 def target_choices(
-    logits: Tensor, params: SamplingParams, positions: Tensor, children=None,
+    logits: Tensor, params: SamplingParams, positions: Tensor, children: "Siblings | None" = None,
     seed: Tensor | None = None, depths: Tensor | None = None,
 ) -> Tensor:
     """The target's choice at each row, by whatever rule the request asks for.
 
     logits:    (rows, V)
     positions: (rows,) int64, absolute position of the token chosen at each row
-    children:  for the stochastic verifier, `minicast.theorem3.Siblings` (rows, K); None for the direct walk
+    children:  for the stochastic verifier, `minicast.theorem3.Siblings` (rows, C); None for the direct walk
     seed:      (1,) int64 on the device, for a graph that serves any seed; None: that of `params`
     depths:    (rows,) int64; with it `positions` is (deepest + 1,), one a depth: rows of a depth share their noise
     Returns (rows,) int64; NO_CHOICE at a row whose logits are not finite.
@@ -116,15 +120,17 @@ def target_choices(
     return stochastic_choices(log_probabilities(logits, params), children, seed, positions, noise)
 
 
-def visit(
-    tokens: Tensor, parents: Tensor, logits: Tensor, params: SamplingParams, P: Tensor, children, deepest: int,
+def walk_on_host(
+    tokens: Tensor, parents: Tensor, logits: Tensor, params: SamplingParams, P: Tensor, children: "Siblings | None",
+    deepest: int,
 ) -> Walk:
     """`walk` by `target_choices` made one at a time on the host, only at the rows visited (`walk_rows`).
 
     It reads the pack, and each choice, to the host: for a CPU, where a choice costs a pass over the vocabulary and
     a read costs nothing.
 
-    tokens, parents: (n,) int64 as in `walk`; logits: (n, V); P: (1,) int64, position of b; children: as above (n, K)
+    tokens, parents: (n,) int64, and deepest, as in `walk`; logits: (n, V); P: (1,) int64, position of b; children: (n, C)
+    as in `target_choices`
     """
 
     def choice(row: int, depth: int) -> int:

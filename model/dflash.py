@@ -62,13 +62,13 @@ class DraftHead(nn.Module):
 
     def extend(
         self, features: Tensor, cache: KVCache, slots: Tensor, remember: Callable = Layer.remember,
-        product: Callable = Linear.__call__,
+        run_linear: Callable = Linear.__call__,
     ) -> None:
         """Append committed positions: features (B, T, F) of positions `slots` (T,) become keys and values there.
 
-        remember, product: of a layer and a linear layer: as they are written, or compiled
+        remember, run_linear: of a layer and a linear layer: as they are written, or compiled
         """
-        fused = self.hidden_norm(product(self.fc, features))
+        fused = self.hidden_norm(run_linear(self.fc, features))
         rope = self.rotary(slots, fused.dtype)
         for layer, layer_cache in zip(self.layers, cache.layers):
             remember(layer, fused, rope, layer_cache, slots)
@@ -80,9 +80,9 @@ class DraftHead(nn.Module):
         """
         x = target.embed(block)
         rope = self.rotary(window.positions, x.dtype)
-        run = window.layer or Layer.__call__
+        run_layer = window.run_layer or Layer.__call__
         for layer, layer_cache in zip(self.layers, cache.layers):
-            x = run(layer, x, rope, layer_cache, window)
+            x = run_layer(layer, x, rope, layer_cache, window)
         return self.norm(x[:, 1:])
 
     @torch.no_grad()
@@ -106,14 +106,14 @@ class DraftHead(nn.Module):
         head.pack()
         self.vocabulary, self.vocabulary_head = vocabulary, head
 
-    def log_q(self, hidden: Tensor, target: Target, product: Callable = Linear.__call__) -> Tensor:
+    def log_q(self, hidden: Tensor, target: Target, run_linear: Callable = Linear.__call__) -> Tensor:
         """Normed hidden states (L, H) -> log q (L, V) float32: in 16 bits, ranks would tie and masses be coarse.
 
-        product: as for `extend`
+        run_linear: as for `extend`
         """
         if self.vocabulary is None:
-            return torch.log_softmax(target.logits(hidden, product), dim=-1, dtype=torch.float32)
-        known = torch.log_softmax(product(self.vocabulary_head, hidden), dim=-1, dtype=torch.float32)
+            return torch.log_softmax(target.logits(hidden, run_linear), dim=-1, dtype=torch.float32)
+        known = torch.log_softmax(run_linear(self.vocabulary_head, hidden), dim=-1, dtype=torch.float32)
         nothing = known.new_full((len(hidden), target.vocab_size), -torch.inf)
         return nothing.index_copy_(1, self.vocabulary, known)
 

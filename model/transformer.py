@@ -36,7 +36,7 @@ class Window:
         live: slots that exist for this pass, a host int that bounds what is read. None: the whole cache is
             read and `mask` is (T, S), so that nothing depends on a host value
         body: attention as `dot_product_attention` below, which None is: (q, keys, values, `mask`) -> (B, Hq, T, D)
-        layer: runs one layer, (layer, x, rope, cache, window) -> x; None: as it is written here
+        run_layer: runs one layer, (layer, x, rope, cache, window) -> x; None: as it is written here
     """
 
     slots: Tensor
@@ -44,7 +44,7 @@ class Window:
     mask: object = None
     live: int | None = None
     body: Callable | None = None
-    layer: Callable | None = None
+    run_layer: Callable | None = None
 
 
 class KVCache:
@@ -269,18 +269,18 @@ class Target(nn.Module):
         """
         x = self.embed(tokens)
         rope = self.rotary(window.positions, x.dtype)
-        run = window.layer or Layer.__call__
+        run_layer = window.run_layer or Layer.__call__
         outputs = {}
         for index, layer in enumerate(self.layers):
-            x = run(layer, x, rope, cache.layers[index] if cache else None, window)
+            x = run_layer(layer, x, rope, cache.layers[index] if cache else None, window)
             if index in taps:
                 outputs[index] = x
         features = torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
         return self.norm(x), features
 
-    def logits(self, hidden: Tensor, product: Callable = Linear.__call__) -> Tensor:
-        """hidden (…, H) -> logits (…, V). product: runs a linear layer, (layer, x) -> y: as it is written, or compiled."""
-        return product(self.lm_head, hidden)
+    def logits(self, hidden: Tensor, run_linear: Callable = Linear.__call__) -> Tensor:
+        """hidden (…, H) -> logits (…, V). run_linear: runs a linear layer, (layer, x) -> y, compiled or as it is written."""
+        return run_linear(self.lm_head, hidden)
 
     @torch.no_grad()
     def read(self, token_ids: Sequence[int] | Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:

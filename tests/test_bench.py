@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from graphs import capture
-from minicast import audit, bench, decode, figures, machine, probe, prompts, report, round
+from minicast import audit, bench, figures, machine, probe, prompts, report, round
 from minicast.bench import Arm, Journal, Plan
 from minicast.command import Choice
-from minicast.decode import Decoder, Output
+from minicast.answer import Output
+from minicast.decode import Decoder
 from minicast.figures import Departure, Estimate, Record
 from minicast.policy_replay import Measured
 from minicast.prompts import MEAN, Prompt, Question
@@ -138,7 +139,7 @@ def test_timer_follows_the_paper(decoder, monkeypatch, arm):
     A pass of the target takes 1000 ticks, one of the head 1: the sum tells how many of each the timer saw.
     """
     ticks = [0]
-    monkeypatch.setattr(decode.time, "perf_counter", lambda: float(ticks[0]))
+    monkeypatch.setattr("minicast.answer.time.perf_counter", lambda: float(ticks[0]))
     for model, cost in ((decoder.target, 1000), (decoder.draft, 1)):
 
         def forward(*arguments, original=model.forward, cost=cost):
@@ -175,7 +176,7 @@ def test_methods_take_turns(models, monkeypatch, stop):
     """
     target, draft, ticks, turns = load_target(models[0]), load_draft(models[1]), [0], []
     answer = Decoder(target).generate([1, 2, 3], method="ar", max_new_tokens=30).token_ids
-    monkeypatch.setattr(decode.time, "perf_counter", lambda: float(ticks[0]))
+    monkeypatch.setattr("minicast.answer.time.perf_counter", lambda: float(ticks[0]))
     forward, stream = target.forward, Decoder.stream
 
     def clocked(*arguments):
@@ -934,7 +935,7 @@ def test_layers_that_do_not_compile_are_not_measured(flags, tmp_path, monkeypatc
     def fails(decoders, *arguments):
         finished.append(decoders)
         if len(finished) == 2:
-            decoders[Arm("ar")].state.body.layer.failed = True
+            decoders[Arm("ar")].state.body.compiled_layer.failed = True
         return race(decoders, *arguments)
 
     monkeypatch.setattr(capture.CompiledLayer, "_compile", lambda self, function, *_, **__: function)
@@ -1173,8 +1174,8 @@ def test_program_audits(flags, tmp_path, monkeypatch, capsys):
     assert "0.25 is allowed in bfloat16" in capsys.readouterr().out
     assert bench.main([*flags, "--audit", "--temperature", "0.5"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    visit = round.visit
-    monkeypatch.setattr(round, "visit", lambda *given: visit(*given[:2], given[2].roll(1, 1), *given[3:]))
+    walk_on_host = round.walk_on_host
+    monkeypatch.setattr(round, "walk_on_host", lambda *given: walk_on_host(*given[:2], given[2].roll(1, 1), *given[3:]))
     assert bench.main([*flags, "--audit", "--out", str(out)]) == 1
     captured = capsys.readouterr()
     assert "| the target's best |" in captured.out and "is better by" in captured.err

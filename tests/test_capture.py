@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphs import cpu
-from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs, Once
+from graphs.capture import MAX_GRAPHS, CompiledLayer, Graphs, SetupTime
 from graphs.cpu import AHEAD, prefetching
 from graphs.masks import BODIES
 from minicast import Decoder, decode
 from minicast.back_off import Pace
 from minicast.bench import Arm, warm_up
 from minicast.curve import MassCurve
-from minicast.decode import Options
+from minicast.answer import Options
 from minicast.methods import METHODS, best_tree, capturable
 from minicast.policy import FixedWidth
 from minicast.probe import LEARNED, Costs, Deployment, Passes
@@ -123,7 +123,7 @@ class TapeRecorder:
 
 def replaying(target, draft, body="static", **options) -> Decoder:
     decoder = Decoder(target, draft, attention=body, **options)
-    decoder.graphs = Graphs(TapeRecorder(), decoder.once)
+    decoder.graphs = Graphs(TapeRecorder(), decoder.setup)
     return decoder
 
 
@@ -164,9 +164,9 @@ def knowing(decoder: Decoder, text: list[int], first: int) -> Decoder:
     tokens = torch.tensor([*text, *[0] * 2 * DEPTH])
     raised = (9.0 - 6.0 * (torch.arange(len(tokens)) % 4 == 0)) * (torch.arange(len(tokens)) >= first)
 
-    def log_q(hidden, target, product):
+    def log_q(hidden, target, run_linear):
         positions = state.P + 1 + state.rows[:DEPTH]
-        scores = guess(hidden, target, product)
+        scores = guess(hidden, target, run_linear)
         return scores.scatter_add(1, tokens[positions, None], raised[positions, None]).log_softmax(-1)
 
     decoder.draft.log_q = log_q
@@ -345,12 +345,12 @@ def once_is_not_timed(decoder, now, expected) -> None:
     policy.observe = lambda width, committed, seconds: heard.append(seconds)
     first = decoder.generate(prompt_of(5), width=policy, max_new_tokens=12)
     rounds = list(heard)
-    assert first.once_seconds >= 200 and first.prefill_seconds == 1
+    assert first.setup_seconds >= 200 and first.prefill_seconds == 1
     assert first.wall_seconds == 1 + sum(rounds) and sum(rounds) <= len(rounds) and first.decode_seconds <= sum(rounds)
-    assert now[0] == first.wall_seconds + first.once_seconds
+    assert now[0] == first.wall_seconds + first.setup_seconds
     decoder.reset()
     again = decoder.generate(prompt_of(5), width=policy, max_new_tokens=12)
-    assert again.token_ids == first.token_ids == expected and again.once_seconds == 0.0
+    assert again.token_ids == first.token_ids == expected and again.setup_seconds == 0.0
     assert again.wall_seconds == first.wall_seconds and again.decode_seconds == first.decode_seconds
 
 
@@ -377,29 +377,29 @@ def test_what_is_done_once_for_a_shape_is_in_no_time_of_an_answer(models, monkey
         torch._dynamo.reset()
         decoder = Decoder(target, draft)
         layer = CompiledLayer(backend=lambda graph, inputs: after(100, lambda: graph.forward))
-        layer.once, decoder.state.body.layer = decoder.once, layer
+        layer.setup, decoder.state.body.compiled_layer = decoder.setup, layer
     monkeypatch.setattr(target, "forward", partial(after, 1, target.forward))
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     once_is_not_timed(decoder, now, expected)
 
 
 def test_time_of_compiling_within_a_recording_counts_once(monkeypatch):
-    now, once, x = [0.0], Once(), torch.zeros(1)
+    now, setup, x = [0.0], SetupTime(), torch.zeros(1)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     def compiles():
         now[0] += 5
-        once.seconds += 5
+        setup.seconds += 5
         return x
 
-    Graphs(TapeRecorder(), once).run("key", compiles, [x], "one")
-    assert once.seconds == now[0] == 15
+    Graphs(TapeRecorder(), setup).run("key", compiles, [x], "one")
+    assert setup.seconds == now[0] == 15
 
 
 def test_graphs_kept_are_bounded():
     """A server whose users choose temperatures freely must not fill the memory with graphs. Beyond the bound all go,
     never one of several."""
-    graphs = Graphs(TapeRecorder(), Once())
+    graphs = Graphs(TapeRecorder(), SetupTime())
     x, kept = torch.zeros(1), []
     for key in range(MAX_GRAPHS + 5):
         graphs.run(key, lambda: x.add_(1), [x], "one")
@@ -471,7 +471,7 @@ def test_a_round_stays_on_its_device(body, sampling):
     """Elsewhere than on a CPU nothing may be made without saying where. Tensors without values show it on any machine."""
     target, draft = tiny_target().to("meta"), tiny_draft().to("meta")
     decoder = Decoder(target, draft, attention=body)
-    decoder.state.body.layer = AsWritten()
+    decoder.state.body.compiled_layer = AsWritten()
     state, request, prompt = decoder.state, decoder.request(Options(**sampling), drafts=True), prompt_of(20)
     decoder.reserve(40)
     for model in (target, draft):  # computed on the CPU, and moved once
@@ -486,7 +486,7 @@ class AsWritten:
     """In the place of a `CompiledLayer`: rounds are padded for it, and nothing is compiled."""
 
     failed = False
-    __call__, remember, product = map(staticmethod, (Layer.forward, Layer.remember, Linear.__call__))
+    __call__, remember, run_linear = map(staticmethod, (Layer.forward, Layer.remember, Linear.__call__))
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -500,7 +500,7 @@ def test_padding_changes_nothing_real(models, body):
         results = []
         for padding in (0, 77):
             decoder = Decoder(target, draft, attention=body)
-            decoder.state.body.layer = AsWritten() if body == "sdpa" else None
+            decoder.state.body.compiled_layer = AsWritten() if body == "sdpa" else None
             rounds = decoder.stream(prompt, width=7, max_new_tokens=20)
             next(rounds), next(rounds)
             state = decoder.state
@@ -532,7 +532,7 @@ def test_layers_compile_once_a_bucket(models, body, tokens):
         return graph.forward
 
     decoder = Decoder(target, draft, attention=body)
-    decoder.state.body.layer = CompiledLayer(backend=backend)
+    decoder.state.body.compiled_layer = CompiledLayer(backend=backend)
     prompt = prompt_of(5)
     expected = autoregressive(target, prompt, tokens).token_ids
     for width in (3, 15, 31) * (2 if body == "static" else 1):
@@ -558,7 +558,7 @@ def compiling(target, draft, compiled: list) -> Decoder:
         return graph.forward
 
     decoder = Decoder(target, draft, attention="sdpa")
-    decoder.state.body.layer = CompiledLayer(backend=backend)
+    decoder.state.body.compiled_layer = CompiledLayer(backend=backend)
     return decoder
 
 
@@ -621,7 +621,7 @@ def test_what_is_compiled_where_sizes_are_equal_by_chance_holds_where_they_are_n
         got, expected = (live_pass(layer, how, n, live, slots=128) for how in (run, Layer.forward))
         for one, other in zip(got, expected):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert len([key for key in run.open.codes if key[0] is layer]) == 1  # fits any number
+    assert len([key for key in run.forward_live.codes if key[0] is layer]) == 1  # fits any number
 
 
 def test_a_layer_passes_through_dynamo_twice_for_tensors_of_a_shape():
@@ -629,13 +629,13 @@ def test_a_layer_passes_through_dynamo_twice_for_tensors_of_a_shape():
     target, draft = packed(tiny_target(context=256), tiny_draft(context=256))
     decoder, prompt = compiling(target, draft, []), prompt_of(5)
     expected = autoregressive(target, prompt, 12).token_ids
-    run, calls = decoder.state.body.layer, []
-    for direct in (run.open, run.open_memory):
+    run, calls = decoder.state.body.compiled_layer, []
+    for direct in (run.forward_live, run.remember_live):
         direct.compiled = lambda *passed, through=direct.compiled: calls.append(passed[0]) or through(*passed)
     for _ in range(3):
         for width in (0, 3, 7):
             assert decoder.generate(prompt, width=width, max_new_tokens=12).token_ids == expected
-    rows = [key for key in run.open.codes if isinstance(key[0], Layer)]  # that fit any number of live slots
+    rows = [key for key in run.forward_live.codes if isinstance(key[0], Layer)]  # that fit any number of live slots
     assert len(rows) == len(target.layers) * 3 + len(draft.layers)  # 1, 4 and 8 rows; the drafter's block
     passed = 2 * len(rows) + len(draft.layers)  # what the drafter reads knows no live slots
     assert len(calls) == passed
@@ -663,12 +663,12 @@ def test_a_linear_layer_outside_of_layers_is_compiled_for_few_numbers_of_rows(dt
     if linear.weight is not None:
         pytest.skip("no packed layout on this CPU")
     run = CompiledLayer(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
-    assert torch.equal(run.product(linear, torch.ones(3, 33)), linear(torch.ones(3, 33))) and not graphs
+    assert torch.equal(run.run_linear(linear, torch.ones(3, 33)), linear(torch.ones(3, 33))) and not graphs
     lay_out(linear, compiled=True)
     for shape in (*((m, 33) for m in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 33, 128)), (1, 5, 33), (2, 20, 33)):
         x = torch.randn(shape, generator=generator)
         expected = x.double() @ weight.double().T + (linear.bias.double() if bias else 0.0)
-        torch.testing.assert_close(run.product(linear, x).double(), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(run.run_linear(linear, x).double(), expected, rtol=1e-5, atol=1e-4)
     assert len(graphs) == 4  # 1, 4, 8 and 16 rows
     assert not run.failed
 
@@ -709,7 +709,7 @@ def test_compiled_loops_over_16_bit_weights_prefetch(dtype, prefetches, monkeypa
     for ahead in (AHEAD, AHEAD // 2, AHEAD):  # a fork's: what torch has in its cache of another figure does not stand for it
         torch._dynamo.reset()
         monkeypatch.setattr(cpu, "AHEAD", ahead)
-        _, code = run_and_get_code(CompiledLayer().product, linear, x)
+        _, code = run_and_get_code(CompiledLayer().run_linear, linear, x)
         assert ("__builtin_prefetch" in code[0] and f" + {ahead})" in code[0]) == prefetches
     with pytest.raises(KeyError), prefetching():
         assert CppVecKernel._get_vec_load_line is not written
@@ -739,7 +739,7 @@ def test_without_a_list_of_compiled_codes_layers_go_through_dynamo(monkeypatch):
     decoder = compiling(target, draft, [])
     monkeypatch.delattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list")
     assert decoder.generate(prompt, width=3, max_new_tokens=12).token_ids == expected
-    assert not decoder.state.body.layer.open.codes
+    assert not decoder.state.body.compiled_layer.forward_live.codes
 
 
 def test_a_pass_under_a_mask_and_one_without_get_code_of_their_own():
@@ -766,7 +766,7 @@ def test_layers_that_hold_their_weights_otherwise_get_code_of_their_own():
         for layer in layers:
             got, expected = (live_pass(layer, how, 4, live, slots=128, seed=live)[0] for how in (run, Layer.forward))
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert len({code.__code__ for code in run.open.codes.values()}) == 2
+    assert len({code.__code__ for code in run.forward_live.codes.values()}) == 2
 
 
 def test_decoders_that_compile_and_that_do_not_share_a_target():
@@ -796,7 +796,7 @@ def test_a_decoder_that_does_not_compile_may_answer_between_the_rounds_of_one_th
         eager.generate(prompt_of(9), width=3, max_new_tokens=4)
     assert tokens == expected
     assert compiled.generate(prompt_of(5), width=3, max_new_tokens=12).token_ids == expected
-    assert not compiled.state.body.layer.failed and target.layers[0].mlp.down_proj.panels is not None
+    assert not compiled.state.body.compiled_layer.failed and target.layers[0].mlp.down_proj.panels is not None
 
 
 def test_a_compiler_that_fails_at_a_layer_leaves_the_weights_packed():
@@ -809,7 +809,7 @@ def test_a_compiler_that_fails_at_a_layer_leaves_the_weights_packed():
         raise RuntimeError("no such instruction")
 
     decoder = Decoder(target, draft, attention="sdpa")
-    decoder.state.body.layer = CompiledLayer(backend=backend)
+    decoder.state.body.compiled_layer = CompiledLayer(backend=backend)
     with pytest.warns(UserWarning, match="cannot compile, .*: RuntimeError: no such instruction$"):
         assert decoder.generate(prompt_of(5), width=3, max_new_tokens=8).token_ids == expected
     assert decoder.generate(prompt_of(5), width=3, max_new_tokens=8).token_ids == expected

@@ -43,7 +43,7 @@ def test_run_stays_short():
 
 
 # What turns ids into the next ids, whatever the width: flags, weights, both models, the round and its graphs.
-PATH = ["run", "minicast/decode", "minicast/round", "minicast/methods", "minicast/tree", "minicast/verify"]
+PATH = ["run", "minicast/decode", "minicast/answer", "minicast/round", "minicast/methods", "minicast/tree", "minicast/verify"]
 PATH += ["minicast/sampling", "model/device", "model/transformer", "model/dflash", "model/linear", "model/weights", "model/config"]
 PATH += ["graphs/capture", "graphs/masks", "graphs/cpu"]
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from graphs.masks import TILE
-from minicast import back_off, decode, machine, probe
+from minicast import answer, back_off, machine, probe
 from minicast.back_off import RECORDED_TRY_SHARE, TRY_SHARE
 from minicast.curve import MassCurve
-from minicast.decode import Decoder, Options
+from minicast.answer import Options
+from minicast.decode import Decoder
 from minicast.methods import METHODS
 from minicast.policy import AutoWidth, FixedWidth, RoundWidth
 from minicast.probe import LEARNED, Costs, Deployment, Passes, Timings, interleaved
@@ -180,15 +181,15 @@ class AsWritten:
         self.failed |= self.fails
         return Layer.forward(*arguments)
 
-    remember, product = staticmethod(Layer.remember), staticmethod(Linear.__call__)
+    remember, run_linear = staticmethod(Layer.remember), staticmethod(Linear.__call__)
 
 
 def test_costs_of_layers_that_did_not_compile_are_no_compiled_ones(target, draft, table):
     """They would be kept under that name, and chosen by at all later starts."""
     ship(draft)
     decoder = Decoder(target, draft)
-    decoder.state.body.layer = AsWritten()
-    decoder.state.body.layer.fails = True
+    decoder.state.body.compiled_layer = AsWritten()
+    decoder.state.body.compiled_layer.fails = True
     deployment = Deployment(decoder)
     key = probe.cost_key(decoder, 256)
     table.ms = STEEP
@@ -202,11 +203,11 @@ def test_costs_of_layers_that_did_not_compile_are_no_compiled_ones(target, draft
 def test_a_compiler_that_fails_in_an_answer_ends_what_was_measured_before(target, draft, table):
     ship(draft)
     decoder = Decoder(target, draft)
-    decoder.state.body.layer = AsWritten()
+    decoder.state.body.compiled_layer = AsWritten()
     deployment = Deployment(decoder)
     deployment.costs_at(20, 20)
     table.asked.clear()
-    decoder.state.body.layer.failed = True
+    decoder.state.body.compiled_layer.failed = True
     deployment.costs_at(20, 20)
     assert table.asked
 
@@ -375,7 +376,7 @@ def test_whatever_decides_what_a_round_costs_is_probed_for(draft, monkeypatch):
     note(Decoder(target, tiny_draft(block_size=4, context=512)))
     for patched, value in (
         ((torch, "get_num_threads"), lambda: 99), ((probe, "device_name"), lambda device: "another"), ((probe, "FORMAT"), 0),
-        ((torch, "__version__"), "0"), ((plain.state.body, "layer"), AsWritten()),
+        ((torch, "__version__"), "0"), ((plain.state.body, "compiled_layer"), AsWritten()),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(*patched, value)
@@ -735,7 +736,7 @@ def test_probe_time_is_no_answer_time(target, draft, monkeypatch):
     decoder = Decoder(target, draft)
     order, costs = [], Costs((1, 128), (1.0, 1.0), (1.0, 1.0))
     monkeypatch.setattr(probe, "measure_costs", lambda *known: order.append("probe") or costs)
-    monkeypatch.setattr(decode, "clock", lambda device: order.append("clock") or clock(device))
+    monkeypatch.setattr(answer, "clock", lambda device: order.append("clock") or clock(device))
     decoder.generate(prompt_of(5), max_new_tokens=3)
     assert order[0] == "probe" and "probe" not in order[1:]
 

@@ -20,7 +20,8 @@ from graphs import capture
 from graphs.masks import BODIES
 from minicast import bench, command, probe
 from minicast.command import Choice
-from minicast.decode import Decoder, Output, Round
+from minicast.answer import Output, Round
+from minicast.decode import Decoder
 from minicast.methods import METHODS, best_first
 from minicast.terminal import DIM, GREEN, PLAIN, RESET, Answer, Screen, show_answer, tree_lines
 from minicast.tree import RANK_CAP, Tree
@@ -567,11 +568,11 @@ def test_figures_of_an_answer():
         "text": "abc", "token_ids": [], "stop_reason": "eos", "method": "cast", "width": 15, "prompt_tokens": 10,
         "round_lengths": [3, 1, 2], "accepted": [2, 0, 2], "widths": [15, 15, 15], "mean_committed_per_round": 2,
         "mean_accepted_per_round": pytest.approx(4 / 3), "ms_per_token": pytest.approx(200), "prefill_seconds": 0.5,
-        "decode_seconds": 1.4, "wall_seconds": 2.0, "once_seconds": 0.0,
+        "decode_seconds": 1.4, "wall_seconds": 2.0, "setup_seconds": 0.0,
     }
-    answer.output.once_seconds = 61.23
+    answer.output.setup_seconds = 61.23
     assert answer.lines()[2] == "compile  61.2 s for new shapes, or weights laid out anew, in none of these times" and len(answer.lines()) == 6
-    answer.output.once_seconds = 0.0
+    answer.output.setup_seconds = 0.0
     answer.width = 1000  # as asked for, before it was cut
     assert "3 of cast (N = 15)" in answer.lines()[2]
     answer.width, answer.output.widths = "auto", [7, 0, 7]
@@ -619,12 +620,12 @@ def test_compare_fails_on_a_real_departure(cli, monkeypatch):
     """A tree that gives other tokens at a wide gap is a bug, and the exit status says so."""
     from minicast import round
 
-    true_visit = round.visit
+    true_walk = round.walk_on_host
 
     def wrong(tokens, parents, logits, *others):
-        return true_visit(tokens, parents, logits.roll(int(len(tokens) > 1), dims=1), *others)
+        return true_walk(tokens, parents, logits.roll(int(len(tokens) > 1), dims=1), *others)
 
-    monkeypatch.setattr(round, "visit", wrong)
+    monkeypatch.setattr(round, "walk_on_host", wrong)
     status, out, _ = cli("--raw", "--max-new-tokens", "9", "--compare")
     assert status == 1 and "the top-two gap there is" in out
 

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from minicast.tree import (
-    BLOCK,
+    GROUP,
     Tree,
     best_first_tree,
     candidate_pairs,
@@ -193,7 +193,7 @@ def test_ties_by_hand():
 
 # Ranking
 
-@pytest.mark.parametrize("vocabulary", [1, 5, BLOCK, 64 * BLOCK, 64 * BLOCK + 1, 100 * BLOCK * BLOCK - 3])
+@pytest.mark.parametrize("vocabulary", [1, 5, GROUP, 64 * GROUP, 64 * GROUP + 1, 100 * GROUP * GROUP - 3])
 @pytest.mark.parametrize("kind", [peaked, few_values, bf16_logits, certain, holes, nothing, double])
 def test_top_ranked_is_a_stable_sort(kind, vocabulary):
     """Ranking by blocks, to any number of levels, is a stable sort of the whole vocabulary cut at K.
@@ -292,6 +292,10 @@ def test_errors_name_the_cause():
         if value != INF:  # the device cannot raise, but it shows
             tokens, ranked = top_ranked(broken, 8)
             assert device_tree(tokens, ranked, 7, candidate_pairs(7, 8)).log_mass.isnan().any()
+    for build in (best_first_tree, chain_tree):
+        with pytest.raises(ValueError, match="log_softmax"):  # logits: their order of prefixes is not best first
+            build(log_q - log_q.max() + 1, 7)
+        build(log_q - log_q.max() + 1e-6, 7)  # rounding
 
 
 # What a CUDA graph demands

@@ -30,8 +30,8 @@ from minicast.verify import (
     Walk,
     child_rows,
     target_choices,
-    visit,
     walk,
+    walk_on_host,
     walk_rows,
 )
 
@@ -527,7 +527,7 @@ def test_static_form_equals_visited_rows():
             ):
                 choices = target_choices(logits, params, P + depths + 1, children)
                 everywhere = walk(packed.tokens, packed.parents, packed.visible, choices, DEPTH)
-                visited = visit(packed.tokens, packed.parents, logits, params, P, children, DEPTH)
+                visited = walk_on_host(packed.tokens, packed.parents, logits, params, P, children, DEPTH)
                 for field in fields(Walk):
                     name = field.name
                     assert torch.equal(getattr(everywhere, name), getattr(visited, name)), name
