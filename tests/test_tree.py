@@ -292,6 +292,7 @@ def test_errors_name_the_cause():
         if value != INF:  # the device cannot raise, but it shows
             tokens, ranked = top_ranked(broken, 8)
             assert device_tree(tokens, ranked, 7, candidate_pairs(7, 8)).log_mass.isnan().any()
+    log_q = peaked((3, 5000), torch.Generator().manual_seed(0))
     for build in (best_first_tree, chain_tree):
         with pytest.raises(ValueError, match="log_softmax"):  # logits: their order of prefixes is not best first
             build(log_q - log_q.max() + 1, 7)
