@@ -69,7 +69,7 @@ class CompiledLayer:
     Attributes:
         backend: torch.compile's, in the place of Inductor
         failed: whether compiling did
-        setup: seconds that it took; shapes: how many were compiled so far
+        setup: what it took; shapes: how many were compiled so far
     """
 
     def __init__(self, backend: Callable | None = None):

@@ -57,7 +57,7 @@ class Decoder:
     Attributes:
         output: the last answer's, complete up to its last round
         state: buffers and caches, see `minicast.round.State`; graphs: recorded rounds, None where there are none
-        setup: seconds spent compiling layers, laying out weights and recording graphs
+        setup: what compiling layers, laying out weights and recording graphs took
         deployment: costs and learned masses, None before a width has had to be chosen: `minicast.probe.Deployment`
     """
 

@@ -684,8 +684,12 @@ def test_no_round_widens_weights(vocabulary, monkeypatch):
     prompt = prompt_of(5)
     expected = autoregressive(target, prompt, 12).token_ids
     decoder = compiling(target, draft, [])
+    layer, calls = decoder.state.body.compiled_layer, []
+    run_linear = layer.run_linear
+    monkeypatch.setattr(layer, "run_linear", lambda linear, x: calls.append(linear) or run_linear(linear, x))
     rounds = decoder.stream(prompt, width=7, max_new_tokens=12)
     next(rounds)
+    assert draft.fc not in calls  # a prompt's many rows are one product, of weights that are widened once
     monkeypatch.setattr(Linear, "_rows", lambda linear: pytest.fail("the weights of a linear layer are widened"))
     assert len(list(rounds)) and decoder.output.token_ids == expected
 

@@ -102,5 +102,8 @@ def test_links_point_at_the_code():
     assert len(links) >= 7
     for name, path in links:
         assert re.search(rf"^\s*(def|class) {name}\b", (ROOT / path).read_text(), re.MULTILINE), (name, path)
-    for path in re.findall(r"\]\(([\w/.-]+)(?:#\w+)?\)", README):
-        assert (ROOT / path).exists(), path
+    for page in (ROOT / "README.md", ROOT / "results" / "README.md"):
+        text = page.read_text()
+        headings = {line.replace(" ", "-").lower() for line in re.findall(r"^#+ (.*)", text, re.MULTILINE)}
+        for path, anchor in re.findall(r"\]\(([\w/.-]*)(?:#([\w-]+))?\)", text):
+            assert (page.parent / path).exists() and (path or anchor in headings), (path, anchor)
