@@ -21,7 +21,7 @@ from model import check_pair, hub, load_draft, load_target, load_tokenizer
 from model.dflash import FREQUENT_TOKENS, DraftHead
 from model.errors import UsageError, UserError
 from model.files import read_json
-from model.load import place
+from model.load import default_placement
 from model.tokenizer import Tokenizer
 from model.transformer import Target
 
@@ -118,7 +118,7 @@ class Placement:
     @classmethod
     def choose(cls, device: str, dtype: str) -> "Placement":
         """From the values of --device and --dtype, "auto" included."""
-        return cls(*place(_device(device), None if dtype == "auto" else getattr(torch, dtype)))
+        return cls(*default_placement(_device(device), None if dtype == "auto" else getattr(torch, dtype)))
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
@@ -151,7 +151,7 @@ class Choice:
 
     target: str
     draft: str | None
-    pair: hub.Pair | None
+    pair: hub.KnownPair | None
 
     @classmethod
     def of(cls, target: str | None, draft: str | None, device: torch.device, drafts: bool) -> "Choice":

@@ -156,9 +156,9 @@ def target_config(values: dict, where: str | Path = "config.json") -> TargetConf
     """Parse a target's config.json; `where` is named in errors."""
     settings = _Settings(values, where)
     settings.require(not _is_dflash(settings), "this is a DFlash head, not a target: use it as --draft-model")
-    family, named = _named(settings)
-    known = str(family) in TARGETS and named in (TARGETS[family], NAMELESS)
-    settings.require(known, f"model type {family!r} ({named}) is not supported: Qwen3 dense and LLaMA 3 are")
+    family, architecture = _family(settings)
+    known = str(family) in TARGETS and architecture in (TARGETS[family], NAMELESS)
+    settings.require(known, f"model type {family!r} ({architecture}) is not supported: Qwen3 dense and LLaMA 3 are")
     return _transformer(TargetConfig, settings, family=family, qk_norm=family == "qwen3")
 
 
@@ -166,9 +166,9 @@ def draft_config(values: dict, where: str | Path = "config.json") -> DraftConfig
     """Parse a DFlash head's config.json; `where` is named in errors."""
     settings = _Settings(values, where)
     settings.require(_is_dflash(settings), "this is a target, not a DFlash head: use it as --model")
-    family, named = _named(settings)
-    known = (family, named) == ("qwen3", DRAFT)
-    settings.require(known, f"DFlash head {named} ({family!r}) is not supported: {DRAFT} ('qwen3') is")
+    family, architecture = _family(settings)
+    known = (family, architecture) == ("qwen3", DRAFT)
+    settings.require(known, f"DFlash head {architecture} ({family!r}) is not supported: {DRAFT} ('qwen3') is")
     nested = settings.group("dflash_config")
     for name, value in nested.items():
         known = name in ("block_size", "mask_token_id", "target_layer_ids") or value is False
@@ -234,7 +234,7 @@ def _is_dflash(settings: _Settings) -> bool:
     return "dflash" in str(settings.get("architectures")).lower() or "dflash_config" in settings
 
 
-def _named(settings: _Settings) -> tuple[str | None, str]:
+def _family(settings: _Settings) -> tuple[str | None, str]:
     """The family and the architecture, in their own words."""
     return settings.get("model_type"), ", ".join(map(str, settings.read("architectures", list, []) or [NAMELESS]))
 

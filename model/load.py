@@ -3,17 +3,14 @@
 Where a name leads is in `hub`, how tensors are read in `weights`. The tokenizer's loader is its own, in `tokenizer`.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from model.config import draft_config, read_config, target_config
 from model.dflash import DraftHead
+from model.files import Progress
 from model.hub import resolve
 from model.transformer import Target
 from model.weights import load_weights
-
-Progress = Callable[[int, int], None]
 
 
 def load_target(
@@ -28,7 +25,7 @@ def load_target(
         progress: called with (bytes read, bytes in all)
         pack: lay weights out as inference reads them best (`model.linear`); training needs the plain ones
     """
-    device, dtype = place(device, dtype)
+    device, dtype = default_placement(device, dtype)
     directory = resolve(name, "target", progress)
     config = target_config(read_config(directory), directory)
     with torch.device("meta"):
@@ -41,7 +38,7 @@ def load_draft(
     name: str, dtype: torch.dtype | None = None, device=None, progress: Progress | None = None, pack: bool = True
 ) -> DraftHead:
     """The DFlash head of that name; arguments as for `load_target`. `check_pair` says whether it fits a target."""
-    device, dtype = place(device, dtype)
+    device, dtype = default_placement(device, dtype)
     directory = resolve(name, "draft", progress)
     config = draft_config(read_config(directory), directory)
     with torch.device("meta"):
@@ -51,7 +48,7 @@ def load_draft(
     return draft.eval()
 
 
-def place(device, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+def default_placement(device, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
     """Where a model runs and in which precision, where one of them, or both, are left open."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return device, dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from model.errors import UserError
-from model.files import read_text, save_tensors, write_atomically
+from model.files import Progress, read_text, save_tensors, write_atomically
 from model.transformer import KVCache, Target, Window
 
 LABELS = 32  # most probable tokens kept at each position
@@ -99,7 +99,7 @@ def answer(
     file: str | Path,
     stop_ids: Iterable[int],
     max_new_tokens: int = 160,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Append the target's greedy answers to those of `prompts` (token ids) that `file` has no answer to yet.
 

@@ -68,7 +68,7 @@ OWN = "own-words"  # the domain of prompts that the target wrote
 
 
 @dataclass
-class Progress:
+class RunState:
     """How far a run is.
 
     Attributes:
@@ -107,7 +107,7 @@ class Trainer:
         self.name = name  # of the target
         self.draft, self.target, self.head, self.sampler, self.held_out = draft, target, head, sampler, held_out
         self.out, self.budget, self.rate = out, minutes * 60, rate
-        self.progress = Progress()
+        self.state = RunState()
         counts = Counter(token for example in sampler.examples for token in example.response)
         self.frequent = [token for token, _ in counts.most_common()]
         draft.requires_grad_(True)
@@ -130,7 +130,7 @@ class Trainer:
 
     def learning_rate(self) -> float:
         """Warm-up, then a cosine down to FLOOR; both go by the share of the budget that is used."""
-        part = min(self.progress.seconds / self.budget, 1.0)
+        part = min(self.state.seconds / self.budget, 1.0)
         cosine = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * part)) / 2
         return self.rate * cosine * min(1.0, 0.02 + part / WARMUP)
 
@@ -150,8 +150,8 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), CLIP)
         self.optimizer.step()
         real = batch.weights > 0
-        self.progress.step += 1
-        self.progress.predicted += int(real.sum())
+        self.state.step += 1
+        self.state.predicted += int(real.sum())
         hits = (top.view_as(real) == batch.labels[..., -1]) & real
         return loss.item(), 1 + hits.cumprod(-1).sum(-1).float().mean().item()
 
@@ -166,16 +166,16 @@ class Trainer:
                 own[method] += values
                 lengths[EVERYTHING][method] += values
         R = {domain: {m: sum(v) / len(v) for m, v in methods.items()} for domain, methods in lengths.items()}
-        progress = self.progress
-        minutes = round(progress.seconds / 60, 1)
-        progress.curve.append({"minutes": minutes, "steps": progress.step, "predicted": progress.predicted, "R": R})
+        state = self.state
+        minutes = round(state.seconds / 60, 1)
+        state.curve.append({"minutes": minutes, "steps": state.step, "predicted": state.predicted, "R": R})
         self.out.mkdir(parents=True, exist_ok=True)
-        if R[EVERYTHING]["tree"] > progress.best or not self.weights.exists():
-            progress.best = R[EVERYTHING]["tree"]
+        if R[EVERYTHING]["tree"] > state.best or not self.weights.exists():
+            state.best = R[EVERYTHING]["tree"]
             save_head(self.draft, self.out, self.frequent)
         write_atomically(self.out / "README.md", model_card(self))
         told = ", ".join(f"{domain} {r['chain']:.2f} / {r['tree']:.2f}" for domain, r in R.items())
-        tell(f"minute {minutes}, {progress.predicted} tokens predicted, R of chain / tree: {told}")
+        tell(f"minute {minutes}, {state.predicted} tokens predicted, R of chain / tree: {told}")
 
     def shape(self) -> str:
         """What of the head a run must share with the checkpoint that it goes on from."""
@@ -185,16 +185,16 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint."""
-        state = {
+        kept = {
             "shape": self.shape(),
             "mask_token_id": self.draft.mask_token_id,  # files that join later may hold it, and it stays
             "draft": self.draft.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "sampler": self.sampler.state(),
-            "progress": dataclasses.asdict(self.progress),
+            "progress": dataclasses.asdict(self.state),
         }
         try:
-            write_atomically(self.checkpoint, lambda path: torch.save(state, path))
+            write_atomically(self.checkpoint, lambda path: torch.save(kept, path))
         except RuntimeError as error:  # a full disk, to torch
             reason = str(error).partition("\n")[0]
             raise UserError(f"cannot write {self.checkpoint}: {reason}") from error
@@ -205,14 +205,14 @@ class Trainer:
             return
         way_out = f"to begin anew, delete {self.checkpoint} and move {self.out} away, answers are kept"
         try:
-            state = torch.load(self.checkpoint, map_location=self.target.device, weights_only=True)
-            shape = state["shape"]
+            kept = torch.load(self.checkpoint, map_location=self.target.device, weights_only=True)
+            shape = kept["shape"]
             if shape == self.shape():
-                self.draft.config = dataclasses.replace(self.draft.config, mask_token_id=state["mask_token_id"])
-                self.draft.load_state_dict(state["draft"])
-                self.optimizer.load_state_dict(state["optimizer"])
-                self.sampler.load_state(state["sampler"])
-                self.progress = Progress(**state["progress"])
+                self.draft.config = dataclasses.replace(self.draft.config, mask_token_id=kept["mask_token_id"])
+                self.draft.load_state_dict(kept["draft"])
+                self.optimizer.load_state_dict(kept["optimizer"])
+                self.sampler.load_state(kept["sampler"])
+                self.state = RunState(**kept["progress"])
         except Exception as error:  # a damaged file fails in many ways
             if "memory" in str(error):
                 raise
@@ -222,39 +222,39 @@ class Trainer:
                 f"the checkpoint is of a head with {shape}, the flags ask for {self.shape()}: "
                 f"give the same flags again; {way_out}"
             )
-        tell(f"going on at minute {self.progress.seconds / 60:.1f}")
+        tell(f"going on at minute {self.state.seconds / 60:.1f}")
 
     def run(self) -> None:
         """Train until the budget is used."""
-        progress = self.progress
+        state = self.state
         now = digest(*sorted(example.prompt for example in self.held_out))
-        if progress.held_out != now or not self.weights.exists():  # the run begins, files joined, or the head is gone
+        if state.held_out != now or not self.weights.exists():  # the run begins, files joined, or the head is gone
             self.save()  # first: a head without a checkpoint would be taken for somebody else's
-            progress.held_out, progress.best = now, 0.0
+            state.held_out, state.best = now, 0.0
             self.validate()
         validate_every = min(VALIDATE_MINUTES * 60, self.budget / 4)
-        due, saved = progress.seconds + validate_every, progress.seconds
+        due, saved = state.seconds + validate_every, state.seconds
         means = Means()
-        while progress.seconds < self.budget:
-            began, predicted = time.thread_time(), progress.predicted
+        while state.seconds < self.budget:
+            began, predicted = time.thread_time(), state.predicted
             loss, chain = self.step()
             elapsed = time.thread_time() - began
-            progress.seconds += elapsed
-            means.add(loss=loss, chain=chain, tokens=progress.predicted - predicted, seconds=elapsed)
-            bar(progress.seconds / self.budget, f"step {progress.step}, {means}", self.budget - progress.seconds)
-            if progress.seconds >= min(due, self.budget):
+            state.seconds += elapsed
+            means.add(loss=loss, chain=chain, tokens=state.predicted - predicted, seconds=elapsed)
+            bar(state.seconds / self.budget, f"step {state.step}, {means}", self.budget - state.seconds)
+            if state.seconds >= min(due, self.budget):
                 began = time.thread_time()
                 self.validate()
                 self.sampler.adopt()
                 took = time.thread_time() - began
-                progress.seconds += took
-                due = progress.seconds + max(validate_every, 10 * took)  # not above a tenth of the time
+                state.seconds += took
+                due = state.seconds + max(validate_every, 10 * took)  # not above a tenth of the time
                 saved = -math.inf  # at once: a run that went on from before would take a lesser head for the best
-            if progress.seconds >= min(saved + SAVE_MINUTES * 60, self.budget):
+            if state.seconds >= min(saved + SAVE_MINUTES * 60, self.budget):
                 self.save()
-                saved = progress.seconds
+                saved = state.seconds
                 if not sys.stderr.isatty():
-                    tell(f"minute {saved / 60:.1f}, step {progress.step}, {means}")
+                    tell(f"minute {saved / 60:.1f}, step {state.step}, {means}")
         tell(f"done: the best head is in {self.out}; try it with run.py --draft-model {self.out}")
 
 
@@ -326,12 +326,12 @@ def tell(line: str) -> None:
 
 def model_card(trainer: Trainer) -> str:
     """What anybody who runs the head should know."""
-    config, progress = trainer.draft.config, trainer.progress
+    config, state = trainer.draft.config, trainer.state
     parameters = sum(p.numel() for p in trainer.draft.parameters()) / 1e6
     hardware, (sequences, anchors) = device_name(trainer.target.device), trainer.batch
-    domains = list(progress.curve[-1]["R"])
+    domains = list(state.curve[-1]["R"])
     rows = []
-    for entry in progress.curve:
+    for entry in state.curve:
         told = (entry["R"].get(domain) for domain in domains)  # files may join later
         R = (f"{r['chain']:.2f} / {r['tree']:.2f}" if r else "" for r in told)
         rows.append(f"| {entry['minutes']} | {entry['steps']} | {entry['predicted']} | {' | '.join(R)} |")
@@ -341,8 +341,8 @@ def model_card(trainer: Trainer) -> str:
         f"A DFlash head for {trainer.name}: {config.layers} layers, block {config.block_size},"
         f" {parameters:.1f}M parameters, reads the outputs of target layers {', '.join(map(str, config.taps))}.",
         "",
-        f"Trained by `python -m model.train_dflash` for {round(progress.seconds / 60, 1):g} minutes on {hardware}:"
-        f" {progress.step} steps of {sequences} × {anchors} blocks, {progress.predicted} predicted tokens, from"
+        f"Trained by `python -m model.train_dflash` for {round(state.seconds / 60, 1):g} minutes on {hardware}:"
+        f" {state.step} steps of {sequences} × {anchors} blocks, {state.predicted} predicted tokens, from"
         f" {len(trainer.sampler.examples)} greedy answers of the target.",
         "",
         f"R (tokens a round) on {len(trainer.held_out)} held-out answers, greedy, chain / tree of {WIDTH} nodes:",

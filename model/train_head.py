@@ -25,7 +25,7 @@ from model.errors import UsageError
 from model.files import save_tensors, write_atomically
 from model.load import load_draft
 from model.transformer import Attention, Target, rotate
-from model.weights import places
+from model.weights import destinations
 
 
 def block_states(draft: DraftHead, target: Target, features: Tensor, roots: Tensor, anchors: Tensor) -> Tensor:
@@ -177,7 +177,8 @@ def save_head(draft: DraftHead, directory: str | Path, frequent: list[int]) -> N
     """
     directory, config = Path(directory), draft.config
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: place.rows().bfloat16().contiguous() for name, place in places(draft).items()}
+    rows = {name: destination.rows() for name, destination in destinations(draft).items()}
+    tensors = {name: value.bfloat16().contiguous() for name, value in rows.items()}
     save_tensors(directory / "model.safetensors", tensors, {"format": "pt"})
     values = {
         "architectures": ["DFlashDraftModel"],

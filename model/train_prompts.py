@@ -4,7 +4,6 @@ import json
 import random
 import re
 import warnings
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.errors import UserError
-from model.files import read_json, write_atomically
+from model.files import Progress, read_json, write_atomically
 from model.tokenizer import Tokenizer
 from model.train_data import continue_batch, read_lines
 from model.transformer import Target
@@ -60,7 +59,7 @@ def fill(template: str, draw: random.Random) -> str:
 
 
 def own_prompts(
-    target: Target, tokenizer: Tokenizer, count: int, file: str | Path, progress: Callable[[int, int], None] | None = None
+    target: Target, tokenizer: Tokenizer, count: int, file: str | Path, progress: Progress | None = None
 ) -> list[str]:
     """`count` different prompts in the words of the target, written to `file` as they come, a JSON string a line.
 

@@ -7,13 +7,12 @@ layer is packed as soon as its last piece has arrived. So at no time is there mo
 the layer in hand: neither a second copy of the weights nor the file's pages, unmapped after each tensor.
 
 A checkpoint's tensor has its parameter's name, but for two exceptions: a leading "model." is dropped, and the
-projections that share an input are rows of one parameter (see `places`).
+projections that share an input are rows of one parameter (see `destinations`).
 
 Only safetensors files are read, and no quantised ones.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from model.errors import UserError
-from model.files import another_copy, read_json
+from model.files import Progress, another_copy, read_json
 from model.linear import Linear, narrow
 from model.memory import require_memory, trim
 
@@ -53,7 +52,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """Where one tensor of the checkpoint goes: rows start … start + shape[0] of a module's parameter."""
 
     owner: nn.Module
@@ -82,7 +81,7 @@ def load_weights(
     device: torch.device | str,
     tied: bool | None = False,
     pack: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Fill every parameter of `module` (a Target or a DraftHead with its `config`) from `directory`.
 
@@ -92,7 +91,7 @@ def load_weights(
     pack: bring each Linear into its inference-only form as soon as it is complete
     progress: called with (bytes read, bytes in all) after each tensor
     """
-    stored, wanted = _stored_tensors(Path(directory)), places(module)
+    stored, wanted = _stored_tensors(Path(directory)), destinations(module)
     tied = LM_HEAD in wanted and (LM_HEAD not in stored if tied is None else tied)
     if tied:
         del wanted[LM_HEAD]
@@ -136,7 +135,7 @@ def _finish_embedding(target: nn.Module, tied: bool, pack: bool) -> None:
         target.embed_tokens.weight = nn.Parameter(narrow(table), requires_grad=False)
 
 
-def places(module: nn.Module) -> dict[str, Place]:
+def destinations(module: nn.Module) -> dict[str, Destination]:
     """For every tensor a checkpoint must hold, by name without "model.", its place in `module`."""
     config = module.config
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -144,30 +143,30 @@ def places(module: nn.Module) -> dict[str, Place]:
         "qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
         "gate_up_proj": {"gate_proj": config.intermediate, "up_proj": config.intermediate},
     }
-    places = {}
+    found = {}
     for path, owner in module.named_modules():
         parent, dot, own_name = path.rpartition(".")
         for leaf, parameter in owner.named_parameters(recurse=False):
             start = 0
             for piece, rows in fused.get(own_name, {own_name: len(parameter)}).items():
                 shape = (rows, *parameter.shape[1:])
-                places[f"{parent}{dot}{piece}.{leaf}"] = Place(owner, leaf, start, shape)
+                found[f"{parent}{dot}{piece}.{leaf}"] = Destination(owner, leaf, start, shape)
                 start += rows
-    return places
+    return found
 
 
-def _check(stored: dict[str, Stored], places: dict[str, Place], directory: str | Path) -> None:
+def _check(stored: dict[str, Stored], wanted: dict[str, Destination], directory: str | Path) -> None:
     """Every tensor has a place, every place a tensor, and their shapes agree; or an error by name."""
     for tensor in stored.values():
         if tensor.kind not in ITEM_BYTES or tensor.name.endswith(QUANTISED_SUFFIXES):
             what = f"{tensor.name} ({tensor.kind}) belongs to a quantised checkpoint"
             raise UserError(f"{tensor.file}: {what}, which is not supported: use the unquantised one")
     cause = "weights and config.json are not of one dense Qwen3 or LLaMA model: download both again, or choose another"
-    if unknown := [tensor.name for name, tensor in stored.items() if name not in places]:
+    if unknown := [tensor.name for name, tensor in stored.items() if name not in wanted]:
         raise UserError(f"{directory}: no place for {unknown[0]} ({len(unknown)} such tensors): {cause}")
-    if missing := [name for name in places if name not in stored]:
+    if missing := [name for name in wanted if name not in stored]:
         raise UserError(f"{directory} lacks {missing[0]} ({len(missing)} such tensors): {cause}")
-    for name, place in places.items():
+    for name, place in wanted.items():
         tensor, hint = stored[name], "taps × hidden wide" if name == "fc.weight" else "as config.json says"
         if tensor.shape != place.shape:
             what = f"{tensor.name} has shape {tensor.shape}, expected {place.shape}, {hint}"
