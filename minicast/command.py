@@ -18,7 +18,7 @@ from minicast.program import (
     INTERRUPTED, Terminated, Unwritable, complain, interruptible, settle_streams, watched_streams,
 )
 from model import check_pair, hub, load_draft, load_target, load_tokenizer
-from model.dflash import FREQUENT_TOKENS, DraftHead
+from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import read_json
 from model.load import default_placement
@@ -208,7 +208,7 @@ class Choice:
             check_pair(draft.config, target.config)
             if frequent:
                 if max(frequent) >= target.vocab_size:
-                    file = draft.directory / FREQUENT_TOKENS
+                    file = draft.directory / hub.FREQUENT_TOKENS
                     raise UserError(f"{file} holds ids beyond the target's vocabulary of {target.vocab_size}")
                 draft.restrict(frequent, target)
         return target, draft
@@ -216,7 +216,7 @@ class Choice:
 
 def frequent_tokens(draft: DraftHead) -> list[int]:
     """The token ids listed beside a head, the most frequent first; at least one."""
-    file = draft.directory / FREQUENT_TOKENS
+    file = draft.directory / hub.FREQUENT_TOKENS
     form = '{"tokens": [different token ids, the most frequent first]}'
     if not file.is_file():
         missing = f"{file} is missing; heads of model.train_dflash have one, for others write {form} there"

@@ -24,9 +24,6 @@ from model.linear import Linear
 from model.transformer import KVCache, Layer, RMSNorm, Rotary, Target, Window
 
 
-FREQUENT_TOKENS = "frequent_tokens.json"  # beside a head, {"tokens": [ids, the most frequent first]}
-
-
 class DraftHead(nn.Module):
     """A one-pass block drafter. Parameters carry the published checkpoints' names."""
 
@@ -98,11 +95,9 @@ class DraftHead(nn.Module):
             ids = f"ids below {target.vocab_size}, the target's vocabulary"
             raise UsageError(f"a head scores at least one token, and tokens are {ids}: give others")
         vocabulary = torch.tensor(known, device=target.device)
-        # The LM head may be packed: unit vectors read it back column by column, and such a product rounds nothing.
-        units = torch.eye(self.config.hidden, dtype=target.dtype, device=target.device).split(64)
-        columns = [target.logits(part).index_select(1, vocabulary) for part in units]
+        rows = target.lm_head.dense().index_select(0, vocabulary).to(target.dtype)
         head = Linear(self.config.hidden, len(vocabulary))
-        head.weight = nn.Parameter(torch.cat(columns).T.contiguous(), requires_grad=False)
+        head.weight = nn.Parameter(rows, requires_grad=False)
         head.pack()
         self.vocabulary, self.vocabulary_head = vocabulary, head
 

@@ -84,7 +84,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 WEIGHT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
-BESIDE_A_HEAD = ("curve.json", "frequent_tokens.json")  # where it comes from here
+FREQUENT_TOKENS = "frequent_tokens.json"  # {"tokens": [ids, the most frequent first]}
+BESIDE_A_HEAD = ("curve.json", FREQUENT_TOKENS)  # only heads made by this project have these
 WANTED = {
     "target": TOKENIZER_FILES + WEIGHT_FILES,
     "draft": WEIGHT_FILES + BESIDE_A_HEAD,

@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import ROPE_KEYS, DraftConfig, Rope, check_pair
-from model.dflash import FREQUENT_TOKENS, DraftHead
+from model.dflash import DraftHead
 from model.errors import UsageError
 from model.files import save_tensors, write_atomically
+from model.hub import FREQUENT_TOKENS
 from model.load import load_draft
 from model.transformer import Attention, Target, rotate
 from model.weights import destinations
