@@ -64,9 +64,9 @@ def small_trainer(tmp_path, target, minutes=1.0, vocab=250) -> Trainer:
     draft = trainable(tmp_path, target)
     cache = ReadingCache(tmp_path / "out.training" / "readings", target, draft.taps, "tiny")
     lm_head = torch.randn(target.vocab_size, target.config.hidden, generator=torch.Generator().manual_seed(0))
-    head = LossHead.of(lm_head, {token for example in examples[2:] for token in example.response})
-    sampler = Sampler(examples[2:], cache)
-    return Trainer(draft, target, head, sampler, examples[:2], tmp_path / "out", minutes, rate=1e-3, name="tiny")
+    loss_head = LossHead.of(lm_head, {token for example in examples[2:] for token in example.response})
+    options = dict(held_out=examples[:2], out=tmp_path / "out", minutes=minutes, rate=1e-3, target_name="tiny")
+    return Trainer(draft, target, loss_head=loss_head, sampler=Sampler(examples[2:], cache), **options)
 
 
 def test_many_anchors_in_one_pass_equal_the_decoders_draft_at_each(tmp_path, target, draft):
@@ -274,9 +274,9 @@ def test_a_step_descends_the_mean_of_the_weighted_losses(tmp_path, target):
     trainer.save()
     other = small_trainer(tmp_path, target, vocab=3)
     other.resume()
-    batch = make_batch(other.sampler.draw(*other.batch), DEPTH, other.head, "cpu")
+    batch = make_batch(other.sampler.draw(*other.batch), DEPTH, other.loss_head, "cpu")
     states = block_states(other.draft, target, batch.features, batch.roots, batch.anchors)
-    log_p = (states @ other.head.weight.T).log_softmax(-1)
+    log_p = (states @ other.loss_head.weight.T).log_softmax(-1)
     losses = -(batch.shares * log_p.gather(-1, batch.labels)).sum(-1)
     loss = (batch.weights * losses).sum() / batch.weights.sum()
     loss.backward()
