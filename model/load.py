@@ -1,6 +1,7 @@
 """Targets and DFlash heads, loaded from a path, a hub id or a known pair's name.
 
-Where a name leads is in `hub`, how tensors are read in `weights`. The tokenizer's loader is its own, in `tokenizer`.
+model/hub.py finds the directory of a name, model/weights.py reads its tensors, and model/tokenizer.py has the loader of
+tokenizers.
 """
 
 import torch
@@ -21,9 +22,14 @@ def load_target(
     Args:
         name: a directory, a hub id, or a known pair's name
         dtype: of activations and caches; None: float32 on a CPU, bfloat16 elsewhere
-        device: None: CUDA where there is one
+        device: where it runs; None: CUDA where there is one, or else the CPU
         progress: called with (bytes read, bytes in all)
-        pack: lay weights out as inference reads them best (`model.linear`); training needs the plain ones
+        pack: lay the weights out for inference (model/linear.py); training needs the plain ones
+
+    Raises:
+        UsageError: the name is neither a directory, nor a known pair's name, nor the id of a repository on the hub
+        UserError: a download failed; a file is missing or damaged; the model is not supported, or is a DFlash head;
+            its weights and its config.json do not fit each other; or memory is too small
     """
     device, dtype = default_placement(device, dtype)
     directory = resolve(name, "target", progress)
@@ -37,7 +43,10 @@ def load_target(
 def load_draft(
     name: str, dtype: torch.dtype | None = None, device=None, progress: Progress | None = None, pack: bool = True
 ) -> DraftHead:
-    """The DFlash head of that name; arguments as for `load_target`. `check_pair` says whether it fits a target."""
+    """The DFlash head of that name. Arguments and errors as for `load_target`; UserError for a target.
+
+    `check_pair` says whether the head fits a target.
+    """
     device, dtype = default_placement(device, dtype)
     directory = resolve(name, "draft", progress)
     config = draft_config(read_config(directory), directory)
@@ -49,6 +58,6 @@ def load_draft(
 
 
 def default_placement(device, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
-    """Where a model runs and in which precision, where one of them, or both, are left open."""
+    """The device and the dtype given, with the defaults of `load_target` for what is None."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return device, dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)

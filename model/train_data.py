@@ -231,7 +231,7 @@ class ReadingCache:
         return self.path(example).exists()
 
     def get(self, example: Example) -> Reading:
-        """The reading of `example`, on the CPU. UserError where its file cannot be written."""
+        """The reading of `example`, on the CPU. Raises as `save_tensors`."""
         if example not in self:
             reading = read(self.target, example, self.taps)
             save_tensors(self.path(example), vars(reading))
@@ -345,7 +345,7 @@ class Sampler:
         self.pool.setdefault(self.examples[number].domain, []).append(number)
 
     def draw(self, sequences: int, anchors: int) -> list[tuple[Example, Reading, Tensor]]:
-        """As many sequences, each with its reading and places (anchors,) in its response. UserError as
+        """As many sequences, each with its reading and places (anchors,) in its response. Raises as
         `ReadingCache.get`."""
         if self.waiting:
             self.cache.get(self.examples[self.waiting[0]])
