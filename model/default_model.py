@@ -212,7 +212,7 @@ def convert(gguf_file: Path, directory: Path, progress: Progress | None = None) 
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Write an object, a key a line."""
+    """Write an object as JSON."""
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

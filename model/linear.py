@@ -68,11 +68,9 @@ class Linear(nn.Module):
     def dense(self) -> Tensor:
         """The weight (out_features, in_features), whatever the layout: `weight` itself, or else a copy, which is in the
         panels' type or unpacked to float32."""
-        if self.packed is not None:
-            return self.packed.weight()
         if self.panels is not None:
             return self.panels.transpose(1, 2).flatten(0, 1)[: self.out_features]
-        return self.weight
+        return self.weight if self.packed is None else self.packed.weight()
 
     def pack(self) -> None:
         """Replace `weight` by the layout that is fastest for a few rows without a compiler. Does nothing unless the
