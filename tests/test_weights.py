@@ -446,3 +446,11 @@ def test_a_directory_without_safetensors_is_refused(tmp_path):
     directory = write_tiny_target(tmp_path)
     shutil.move(directory / "model.safetensors", directory / "pytorch_model.bin")
     assert "only safetensors weights are read" in refusal(directory)
+
+
+@pytest.mark.parametrize("content, told", [(None, "is missing: download it"), (b"{", "is not JSON"), (b"[]", "is not a JSON object")])
+def test_what_is_wrong_with_a_config_is_told(tmp_path, content, told):
+    """Another copy would be no help where there is none."""
+    file = write_tiny_target(tmp_path) / "config.json"
+    file.unlink() if content is None else file.write_bytes(content)
+    assert f"{file} {told}" in refusal(tmp_path)
