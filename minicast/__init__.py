@@ -9,7 +9,7 @@ __all__ = ["Decoder", "Output", "Round", "generate", "stream"]
 
 
 def __getattr__(name: str):
-    """Import `decode` when one of its names is first used: it imports torch, and --help should not wait for it."""
+    """Import `decode` when one of its names is first used: it imports torch, for which --help should not wait."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from minicast import decode

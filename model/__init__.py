@@ -13,7 +13,7 @@ __all__ = list(MODULES)
 
 
 def __getattr__(name: str):
-    """Import a public name's module when the name is first used: most import torch, and --help should not wait for it."""
+    """Import the module of a public name when it is first used: most import torch, for which --help should not wait."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"model.{MODULES[name]}"), name)

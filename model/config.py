@@ -57,8 +57,8 @@ def named(name: str, default=MISSING):
     return field(default=default, metadata={"name": name})
 
 
-# `_Settings.fill` reads the annotations below as types at run time. `from __future__ import annotations` would turn them
-# into strings, so this file must do without it.
+# `_Settings.fill` reads the annotations below as types at run time. So this file must do without
+# `from __future__ import annotations`, which would turn them into strings.
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def read_config(directory: str | Path) -> dict:
 
 
 def target_config(values: dict, where: str | Path = "config.json") -> TargetConfig:
-    """Read a target's config.json. where: the file, for errors. UserError for what is missing, wrong or not supported."""
+    """Read a target's config.json. where: the file, for errors. UserError for what is missing, wrong or unsupported."""
     settings = _Settings(values, where)
     settings.require(not _is_dflash(settings), "this is a DFlash head, not a target: use it as --draft-model")
     family, architecture = _family(settings)

@@ -303,7 +303,7 @@ SPECIAL = 3  # GGUF's type of control tokens
 
 
 def tokenizer_json(metadata: dict) -> dict:
-    """tokenizer.json: a byte-level BPE that separates each digit from its neighbours before it splits text into words."""
+    """tokenizer.json: a byte-level BPE that splits off each digit before it splits text into words."""
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {

@@ -32,7 +32,7 @@ def clock(device: torch.device) -> float:
 
 
 def to_host(values: Tensor) -> Tensor:
-    """values (any shape) -> the same in host memory, once the device has computed them: the one host sync of a round."""
+    """values (any shape) -> the same in host memory, once they have been computed: the one host sync of a round."""
     if not values.is_cuda:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -1,7 +1,7 @@
 """The DFlash head: one pass over [root, mask, …, mask] gives a distribution for each of the next L tokens.
 
-Symbols: P committed positions, T rows of this pass, B batch, L block depth (block_size − 1), H hidden size, V vocabulary,
-V' tokens that are scored, F = taps·H.
+Symbols: P committed positions, B batch, T rows of this pass, L block depth (block_size − 1), H hidden size,
+V vocabulary, V' tokens that are scored, F = taps·H.
 
 The head reads the target's tap features of the committed prefix. `fc` and `hidden_norm` fuse the taps, once for each
 position; each draft layer projects the fused feature to a key and a value, which are kept in the draft cache. The

@@ -52,7 +52,7 @@ def write_atomically(path: Path, content: str | Callable[[Path], object]) -> Non
 
 
 def save_tensors(path: Path, tensors: dict, metadata: dict[str, str] | None = None) -> None:
-    """Write {name: tensor of any shape} as a safetensors file. UserError, or OSError, where that fails: on a full disk."""
+    """Write {name: tensor of any shape} to a safetensors file. UserError or OSError where that fails: a full disk."""
     from safetensors import SafetensorError  # here, since it imports torch, which not every user of this module needs
     from safetensors.torch import save_file
 
@@ -79,7 +79,7 @@ def check_file(path: Path, flag: str) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file. UsageError where there is no such file or it is not UTF-8, UserError where it can't be read."""
+    """The text of a file. UsageError where there is no such file or it is not UTF-8, UserError where reading fails."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
     except UnicodeDecodeError as error:

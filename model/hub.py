@@ -113,7 +113,8 @@ def pair_for_target(name: str) -> KnownPair | None:
 def default_pair(cuda: bool) -> tuple[KnownPair, str | None]:
     """The pair to run if none is named, and a hint to print if a better one could be downloaded.
 
-    With CUDA that is Qwen3-4B, but only if target and head are in the hub cache already: nobody expects such a download.
+    With CUDA that is Qwen3-4B, but only if target and head are in the hub cache already: the download would be a
+    surprise.
     """
     small, large = known_pair(DEFAULT), known_pair(DEFAULT_ON_GPU)
     if not cuda:
@@ -197,7 +198,7 @@ def check_name(name: str, kind: str) -> None:
 
 
 def source(name: str | os.PathLike, kind: str) -> str:
-    """Where the weights of this "target" or "draft" (`kind`) come from, for people: a package, a hub id, a directory."""
+    """Where the weights of a "target" or "draft" (`kind`) come from, for people: a package, a hub id or a directory."""
     pair = known_pair(os.fspath(name))
     if pair is None:
         return os.fspath(name)

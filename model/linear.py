@@ -123,7 +123,7 @@ def lay_out(*models: nn.Module | None, compiled: bool) -> None:
 
 
 def narrow(weight: Tensor) -> Tensor:
-    """weight (out_features, in_features) float32, in the first 16-bit type that holds it bit for bit, or else as it is."""
+    """weight (out_features, in_features) float32, in the first 16-bit type that holds it bit for bit, or as it is."""
     for dtype in (torch.bfloat16, torch.float16):
         if all(torch.equal(rows.to(dtype).float(), rows) for rows in weight.split(SLICE)):
             return weight.to(dtype)

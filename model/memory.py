@@ -21,8 +21,8 @@ def trim() -> None:
 
 
 def require_memory(needed: int, what: str, device: torch.device | str) -> None:
-    """UserError where `needed` bytes for `what` are more than this machine has free: Linux would kill the program without
-    a message. A GPU is not checked, since torch raises an error of its own there.
+    """UserError where `needed` bytes for `what` are more than this machine has free: Linux would kill the program
+    without a message. A GPU is not checked, since torch raises an error of its own there.
     """
     free = free_memory()
     if torch.device(device).type == "cpu" and free is not None and needed > free:

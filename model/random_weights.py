@@ -1,6 +1,6 @@
 """Targets and DFlash heads of published shapes with random weights, made on the device that they will run on.
 
-Latency depends only on shapes, so it can be measured without a checkpoint. Text and acceptance cannot: a figure that was
+Latency depends only on shapes, so it can be measured without a checkpoint. Text and acceptance cannot: a figure
 measured with such a model must say so.
 """
 

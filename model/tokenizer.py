@@ -83,8 +83,10 @@ class Tokenizer:
     def encode_chat(
         self, conversation: str | Messages, system: str | None = None, enable_thinking: bool = False
     ) -> list[int]:
-        """The ids of a conversation in the chat template, up to where the model's answer begins. Arguments and errors as
-        for `render_chat`."""
+        """The ids of a conversation in the chat template, up to where the model's answer begins.
+
+        Arguments and errors as for `render_chat`.
+        """
         return self.encode_rendered(self.render_chat(conversation, system, enable_thinking))
 
     def render_chat(
@@ -97,8 +99,9 @@ class Tokenizer:
             system: put in front as a system message
             enable_thinking: for templates with a thinking mode; others ignore it
 
-        UsageError where a text is not valid Unicode. UserError where there is no chat template, or it is broken, refuses
-        the conversation or ignores `system`.
+        Raises:
+            UsageError: a text is not valid Unicode
+            UserError: the chat template is missing or broken, refuses the conversation or ignores `system`
         """
         messages = conversation
         if isinstance(conversation, str):
@@ -150,7 +153,8 @@ class Tokenizer:
         if not all(type(id) is int for id in listed.values()):
             raise UserError(f"{file} must give each token an id: save the tokenizer anew")
         listed |= {self._text_of(token): id for id, token in decoder.items()}
-        special = {*self.special_tokens.values(), *map(self._text_of, self._config.get("additional_special_tokens") or [])}
+        also_special = self._config.get("additional_special_tokens") or []
+        special = {*self.special_tokens.values(), *map(self._text_of, also_special)}
         special |= {self._text_of(token) for token in decoder.values() if token.get("special")}
         for text, id in sorted(listed.items(), key=lambda item: int(item[1])):
             if self._tokenizer.token_to_id(text) is None:

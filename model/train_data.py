@@ -114,8 +114,8 @@ def answer(
     """
     file = Path(file)
     whole = read_responses(file) if file.exists() else []
-    lines = "".join(answer_line(example.prompt, example.response) for example in whole)  # without a line that was cut short
-    write_atomically(file, lines)
+    lines = "".join(answer_line(example.prompt, example.response) for example in whole)
+    write_atomically(file, lines)  # without a line that was cut short
     answered = {example.prompt for example in whole}
     fitting = {tuple(prompt) for prompt in prompts if len(prompt) + max_new_tokens <= target.context}
     if lost := sum(len(prompt) + max_new_tokens > target.context for prompt in prompts):
@@ -322,8 +322,8 @@ class Sampler:
 
     A domain is drawn in proportion to the square root of its size, so that a large one does not drown the others and a
     small one is not learnt by heart. The anchors of a sequence are dealt from a shuffled deck, so that none comes twice
-    before all have come once. Only sequences that have been read are drawn, and one more is read at every step: training
-    need not wait until all are read, and does not learn a few by heart.
+    before all have come once. Only sequences that have been read are drawn, and one more is read at every step, so that
+    training need not wait until all are read, and does not learn a few by heart.
     """
 
     def __init__(self, examples: list[Example], cache: ReadingCache):
@@ -399,7 +399,7 @@ def interleave(examples: list[Example]) -> list[Example]:
 def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[Example]]:
     """Examples to train on, and the examples of `held_out` prompts of each domain to validate on.
 
-    The prompts themselves decide, not their order, so that no prompt moves from training to validation when others join.
+    The prompts themselves decide, not their order, so that none moves from training to validation when others join.
     """
     ordered, apart = interleave(examples), set()
     for group in by_domain(examples).values():

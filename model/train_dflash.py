@@ -145,7 +145,7 @@ class Trainer:
         return self.out / "model.safetensors"
 
     def learning_rate(self) -> float:
-        """Of the next step: a linear rise times a cosine down to FLOOR, both by the share of the budget that is used."""
+        """Of the next step: a linear rise times a cosine down to FLOOR, both by the share of the budget used."""
         part = min(self.state.seconds / self.budget, 1.0)
         cosine = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * part)) / 2
         return self.rate * cosine * min(1.0, FLOOR + part / WARMUP)
@@ -172,7 +172,7 @@ class Trainer:
         return loss.item(), 1 + hits.cumprod(-1).sum(-1).float().mean().item()
 
     def validate(self) -> None:
-        """Measure R of chain and tree on the held-out answers, by domain and over all; save the head if it is the best."""
+        """Measure R of chain and tree on the held-out answers, by domain and over all; save a head that is the best."""
         lengths: dict[str, dict[str, list[int]]] = {EVERYTHING: {"chain": [], "tree": []}}
         for example in self.held_out:
             with self.autocast:
@@ -216,7 +216,7 @@ class Trainer:
             raise UserError(f"cannot write {self.checkpoint}: {reason}") from error
 
     def resume(self) -> None:
-        """Go on from the checkpoint, if there is one. UsageError for one of another head, UserError for a damaged one."""
+        """Go on from the checkpoint if there is one. UsageError if it is of another head, UserError if damaged."""
         if not self.checkpoint.exists():
             return
         way_out = f"to begin anew, delete {self.checkpoint} and move {self.out} away, answers are kept"
@@ -279,7 +279,7 @@ class Trainer:
 
 @torch.no_grad()
 def replay(draft: DraftHead, target: Target, example: Example, reading: Reading) -> dict[str, list[int]]:
-    """Lengths of the rounds in which the decoder would write this answer with this head: {"chain": [R, …], "tree": […]}.
+    """The rounds in which the decoder would write this answer with this head: {"chain": [R, …], "tree": [R, …]}.
 
     Greedy decoding writes the same answer whatever is drafted, so the drafts alone decide what is accepted, and the
     target need not run.
@@ -401,7 +401,8 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], li
     responses = [example for file in arguments.responses for example in read_responses(file)]
     if not any(prompts.values()) and not responses and not arguments.own_prompts:
         raise UsageError("nothing to learn from: give --prompts, --own-prompts, --templates or --responses")
-    counts = Counter(example.domain for example in responses) + Counter({name: len(texts) for name, texts in prompts.items()})
+    counts = Counter(example.domain for example in responses)
+    counts.update({name: len(texts) for name, texts in prompts.items()})
     counts[OWN] += arguments.own_prompts
     if max(counts.values()) <= arguments.held_out:  # known before hours of answering
         held_out_of = f"{arguments.held_out} of each file held out"
@@ -425,7 +426,8 @@ def gather_answers(
     if prompts or arguments.own_prompts:
         tokenizer = load_tokenizer(arguments.target)
     settings = {"target": arguments.target, "max_new_tokens": arguments.max_new_tokens}
-    begun = {"init": arguments.init, "held_out": arguments.held_out}  # may change while there is no checkpoint: the answers are the same
+    # These may change while there is no checkpoint: answers do not depend on them.
+    begun = {"init": arguments.init, "held_out": arguments.held_out}
     claim(work, settings | begun if checkpoint_of(arguments.out).exists() else settings, begun)
     if count := arguments.own_prompts:
         written = lambda done, total: bar(done / total, f"{done} of {total} prompts in the target's own words")
@@ -454,7 +456,8 @@ def faster_dtype(device: torch.device) -> torch.dtype:
         return torch.bfloat16
 
     def seconds(dtype: torch.dtype) -> float:
-        x, w = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)  # small: some CPUs only emulate bfloat16
+        # Small ones: some CPUs emulate bfloat16, slowly.
+        x, w = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
         times = []
         for _ in range(5):
             began = time.perf_counter()
@@ -528,11 +531,14 @@ def flags() -> argparse.ArgumentParser:
     block = number(f"a whole number from 2 to {MAX_WIDTH + 1}", lambda value: 2 <= value <= MAX_WIDTH + 1, int)
     rate = number("a number above 0 and below 1", lambda value: 0 < value < 1)
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
-    parser.add_argument("--prompts", nargs="+", type=Path, default=[], help="JSONL files; the target answers them first")
+    parser.add_argument("--prompts", nargs="+", type=Path, default=[],
+                        help="JSONL files of prompts, which the target answers first")
     parser.add_argument("--own-prompts", type=at_least(0), default=0, metavar="N",
                         help="prompts in the target's own words, of a chat model")
-    parser.add_argument("--templates", type=at_least(0), default=0, help="prompts from each of the built-in template sets")
-    parser.add_argument("--responses", nargs="+", type=Path, default=[], help="JSONL files of [prompt ids, response ids]")
+    parser.add_argument("--templates", type=at_least(0), default=0, metavar="N",
+                        help="prompts from each of the built-in sets of templates")
+    parser.add_argument("--responses", nargs="+", type=Path, default=[],
+                        help="JSONL files of [prompt ids, response ids]")
     parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")
     parser.add_argument("--minutes", type=minutes, default=60.0,
                         help="of training, not counting the answering of prompts; default: %(default)g")

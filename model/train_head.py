@@ -71,8 +71,9 @@ def context_keys(attention: Attention, context: Tensor, rope: tuple[Tensor, Tens
 def block_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     """Attention of the blocks over their context and themselves, in two parts under one softmax.
 
-    q (B, Hq, anchors · block, D) and k, v (B, Hkv, anchors · block, D) of the blocks; keys, values (B, Hkv, T, D) of the
-    context; bias (B, anchors, T), 0 where a block sees the context and -inf elsewhere -> (B, anchors · block, Hq·D).
+    q (B, Hq, anchors · block, D) and k, v (B, Hkv, anchors · block, D) of the blocks; keys, values (B, Hkv, T, D) of
+    the context; bias (B, anchors, T), 0 where a block sees the context and -inf elsewhere
+    -> (B, anchors · block, Hq·D).
     """
     _, kv_heads, length, dim = keys.shape
     count = bias.shape[1]
