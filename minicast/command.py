@@ -18,10 +18,10 @@ from minicast.program import (
     INTERRUPTED, Terminated, Unwritable, complain, interruptible, settle_streams, watched_streams,
 )
 from model import check_pair, hub, load_draft, load_target, load_tokenizer
-from model.dflash import FREQUENT_TOKENS, DraftHead
+from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import read_json
-from model.load import place
+from model.load import default_placement
 from model.tokenizer import Tokenizer
 from model.transformer import Target
 
@@ -118,7 +118,7 @@ class Placement:
     @classmethod
     def choose(cls, device: str, dtype: str) -> "Placement":
         """From the values of --device and --dtype, "auto" included."""
-        return cls(*place(_device(device), None if dtype == "auto" else getattr(torch, dtype)))
+        return cls(*default_placement(_device(device), None if dtype == "auto" else getattr(torch, dtype)))
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
@@ -151,7 +151,7 @@ class Choice:
 
     target: str
     draft: str | None
-    pair: hub.Pair | None
+    pair: hub.KnownPair | None
 
     @classmethod
     def of(cls, target: str | None, draft: str | None, device: torch.device, drafts: bool) -> "Choice":
@@ -208,7 +208,7 @@ class Choice:
             check_pair(draft.config, target.config)
             if frequent:
                 if max(frequent) >= target.vocab_size:
-                    file = draft.directory / FREQUENT_TOKENS
+                    file = draft.directory / hub.FREQUENT_TOKENS
                     raise UserError(f"{file} holds ids beyond the target's vocabulary of {target.vocab_size}")
                 draft.restrict(frequent, target)
         return target, draft
@@ -216,7 +216,7 @@ class Choice:
 
 def frequent_tokens(draft: DraftHead) -> list[int]:
     """The token ids listed beside a head, the most frequent first; at least one."""
-    file = draft.directory / FREQUENT_TOKENS
+    file = draft.directory / hub.FREQUENT_TOKENS
     form = '{"tokens": [different token ids, the most frequent first]}'
     if not file.is_file():
         missing = f"{file} is missing; heads of model.train_dflash have one, for others write {form} there"

@@ -1,11 +1,11 @@
 """What a checkpoint's config.json says, as typed values.
 
-Three kinds are read: Qwen3 (dense) and LLaMA 3 targets (SmolLM2 is of the LLaMA family), and DFlash heads.
-The fields of the dataclasses are the table of what is read: `named` tells what config.json calls a field, the
-type what it must hold, and without a default it must be there. What would change the computation and is not
-computed here is refused by its name, never skipped.
+Three kinds are read: Qwen3 (dense) and LLaMA 3 targets (SmolLM2 is of the LLaMA family), and DFlash heads. The fields
+of the dataclasses are the table of what is read: `named` says what config.json calls a field, the type says what it
+must hold, and a field without a default must be there. A setting that would change the computation, and is not
+supported here, is refused by name and never skipped.
 
-It reads no weights: shapes are compared with the checkpoint's tensors in model/weights.py.
+No weights are read here: model/weights.py compares the shapes of the checkpoint's tensors.
 """
 
 from dataclasses import MISSING, dataclass, field, fields
@@ -17,7 +17,7 @@ from model.files import read_json
 TARGETS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}  # architecture by family (model_type)
 DRAFT, NAMELESS = "DFlashDraftModel", "without an architecture"
 
-# Least and most of whole numbers: layers are built before there is a look at how many are stored.
+# Bounds of whole numbers: the layers are built before it is known how many are stored.
 RANGES = {"block_size": (2, 2**31), "mask_token_id": (0, 2**31), "num_hidden_layers": (1, 10**4)}
 
 
@@ -25,17 +25,17 @@ def _are_ids(value: object, *_) -> bool:
     return type(value) is list and value != [] and all(type(item) is int and item >= 0 for item in value)
 
 
-# What config.json must hold for a field of each type, and whether a value is that. true is no number.
+# By a field's type: what config.json must hold, in words, and whether a value is that. true is not a number.
 KINDS = {
     int: ("a whole number of at least {} and below {}", lambda n, least, most: type(n) is int and least <= n < most),
-    float: ("a positive number between 1e-30 and 1e30", lambda value, *_: type(value) in (int, float) and 1e-30 < value < 1e30),
+    float: ("a positive number between 1e-30 and 1e30", lambda x, *_: type(x) in (int, float) and 1e-30 < x < 1e30),
     bool: ("true or false", lambda value, *_: type(value) is bool),
     list: ("a list", lambda value, *_: type(value) is list),
     dict: ("a JSON object", lambda value, *_: type(value) is dict),
     tuple[int, ...]: ("a list of whole numbers from 0", _are_ids),
 }
 
-# Another value than these would change the computation.
+# Any other value than these would change the computation.
 NEUTRAL = {
     "hidden_act": "silu", "sliding_window": None, "draft_vocab_size": None, "attention_sinks": False,
     "final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0,
@@ -43,7 +43,7 @@ NEUTRAL = {
 }  # fmt: skip
 ROPE_NEUTRAL = {"partial_rotary_factor": 1.0, "rope_interleaved": False, "truncate": True}
 
-# What a rope setting of each kind holds beside its theta; another key would change the angles.
+# What the rope settings of each kind hold besides theta; any other key would change the angles.
 ROPE_KEYS = {
     "default": (),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
@@ -57,6 +57,10 @@ def named(name: str, default=MISSING):
     return field(default=default, metadata={"name": name})
 
 
+# `_Settings.fill` reads the annotations below as types at run time. So this file must do without
+# `from __future__ import annotations`, which would turn them into strings.
+
+
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding; the formulas are `rope_frequencies` in model/transformer.py.
@@ -64,11 +68,11 @@ class Rope:
     Attributes:
         theta: base of the frequencies
         kind: "default" | "llama3" | "yarn"
-        factor: how far the context is stretched
-        low_freq_factor, high_freq_factor: llama3's bounds, in turns over the original context
-        original_context: positions of the training before the stretch; 0 for the default kind
-        beta_fast, beta_slow: yarn's bounds, in turns over the original context
-        attention_factor: yarn's factor on cos and sin; None: derived from `factor`
+        factor: by how much the context is stretched
+        low_freq_factor, high_freq_factor: llama3's bounds, in full turns over the original context
+        original_context: positions that the model was trained on before the stretch; 0 for the default kind
+        beta_fast, beta_slow: yarn's bounds, in full turns over the original context
+        attention_factor: yarn's factor on cos and sin; None: it follows from `factor`
     """
 
     theta: float = named("rope_theta", 10000.0)
@@ -84,21 +88,21 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """What target and drafter share; the defaults are transformers'.
+    """What targets and drafters have in common; the defaults are those of transformers.
 
     Attributes:
-        vocab_size: V, the rows of the LM head (a drafter has none; its own value is not used)
-        hidden: H
+        vocab_size: V, rows of the LM head; of a drafter, which has none, the value is not used
+        hidden: H, the hidden size
         intermediate: width of the MLP
         layers: number of decoder layers
         heads, kv_heads: Hq and Hkv
         head_dim: D, which need not be H / Hq
-        eps: of every RMSNorm
+        eps: added to the mean square in every RMSNorm
         rope: rotary position embedding
-        context: longest sequence, in positions
+        context: positions of the longest sequence
         attention_bias: biases on the q, k, v and o projections
         mlp_bias: biases on the gate, up and down projections
-        qk_norm: an RMSNorm on each query and key head, as Qwen3 has
+        qk_norm: an RMSNorm on each query and key head, as in Qwen3
     """
 
     vocab_size: int
@@ -122,8 +126,8 @@ class TargetConfig(TransformerConfig):
 
     Attributes:
         family: "qwen3" | "llama"
-        tied: the LM head is the embedding. None: config.json does not say. transformers then takes an LM head
-            of its own, and so it is here if the checkpoint holds one; if not, only the embedding is left.
+        tied: whether the LM head is the embedding. None: config.json does not say. Then the LM head is a separate one,
+            as in transformers, if the checkpoint holds one, and else the embedding.
     """
 
     family: str
@@ -136,9 +140,9 @@ class DraftConfig(TransformerConfig):
 
     Attributes:
         block_size: L + 1, the root and L masks
-        taps: target layers whose outputs it reads, in the order of concatenation; never guessed
+        taps: target layers whose outputs it reads, in the order of concatenation; config.json must say
         mask_token_id: the token that stands for a position to be drafted
-        target_layers: number of layers of the target it was trained for; None: config.json does not say
+        target_layers: number of layers of the target that it was trained for; None: config.json does not say
     """
 
     block_size: int
@@ -148,37 +152,37 @@ class DraftConfig(TransformerConfig):
 
 
 def read_config(directory: str | Path) -> dict:
-    """The values of `directory`/config.json."""
+    """The values in `directory`/config.json. UserError where it is missing or damaged."""
     return read_json(Path(directory) / "config.json")
 
 
 def target_config(values: dict, where: str | Path = "config.json") -> TargetConfig:
-    """Parse a target's config.json; `where` is named in errors."""
+    """Read a target's config.json. where: the file, for errors. UserError for what is missing, wrong or unsupported."""
     settings = _Settings(values, where)
     settings.require(not _is_dflash(settings), "this is a DFlash head, not a target: use it as --draft-model")
-    family, named = _named(settings)
-    known = str(family) in TARGETS and named in (TARGETS[family], NAMELESS)
-    settings.require(known, f"model type {family!r} ({named}) is not supported: Qwen3 dense and LLaMA 3 are")
+    family, architecture = _family(settings)
+    known = str(family) in TARGETS and architecture in (TARGETS[family], NAMELESS)
+    settings.require(known, f"model type {family!r} ({architecture}) is not supported: Qwen3 dense and LLaMA 3 are")
     return _transformer(TargetConfig, settings, family=family, qk_norm=family == "qwen3")
 
 
 def draft_config(values: dict, where: str | Path = "config.json") -> DraftConfig:
-    """Parse a DFlash head's config.json; `where` is named in errors."""
+    """Read a DFlash head's config.json. Arguments and errors as for `target_config`."""
     settings = _Settings(values, where)
     settings.require(_is_dflash(settings), "this is a target, not a DFlash head: use it as --model")
-    family, named = _named(settings)
-    known = (family, named) == ("qwen3", DRAFT)
-    settings.require(known, f"DFlash head {named} ({family!r}) is not supported: {DRAFT} ('qwen3') is")
+    family, architecture = _family(settings)
+    known = (family, architecture) == ("qwen3", DRAFT)
+    settings.require(known, f"DFlash head {architecture} ({family!r}) is not supported: {DRAFT} ('qwen3') is")
     nested = settings.group("dflash_config")
     for name, value in nested.items():
         known = name in ("block_size", "mask_token_id", "target_layer_ids") or value is False
         settings.require(known, f"dflash_config has {name} = {value!r}, which is not supported")
-    settings.update(nested)  # these may stand at the top too; the nested ones win
+    settings.update(nested)  # these may be at the top level, too, but the nested ones win
     return _transformer(DraftConfig, settings, qk_norm=True)
 
 
 def check_pair(draft: DraftConfig, target: TargetConfig) -> None:
-    """Refuse a DFlash head that was trained for another target, as far as the two configs tell."""
+    """UserError where a DFlash head was trained for another target, as far as the two configs tell."""
 
     def require(fits: bool, what: str):
         if not fits:
@@ -193,18 +197,22 @@ def check_pair(draft: DraftConfig, target: TargetConfig) -> None:
 
 
 class _Settings(dict):
-    """One JSON object, read by type. null counts as absent: transformers writes it for "not set"."""
+    """A JSON object whose values are checked as they are read. null means absent: transformers writes it for "not set".
+
+    where: the file, and what part of it, for errors
+    """
 
     def __init__(self, values: dict, where: str | Path):
         super().__init__({name: value for name, value in values.items() if value is not None})
         self.where = where
 
     def require(self, fits: bool, message: str) -> None:
+        """UserError with this message unless `fits`."""
         if not fits:
             raise UserError(f"{self.where}: {message}")
 
     def read(self, name: str, kind: type, default=MISSING):
-        """The value of `name`, held against `kind`: a type of KINDS, or such a type or None."""
+        """The value of `name`, checked to be of a type: one of KINDS, or such a type or None."""
         self.require(name in self or default is not MISSING, f"{name} is missing")
         if name not in self:
             return default
@@ -215,13 +223,15 @@ class _Settings(dict):
         return kind(value)
 
     def group(self, name: str) -> "_Settings":
+        """The object at `name`, empty if absent."""
         return _Settings(self.read(name, dict, {}), self.where)
 
     def part(self, *names: str) -> dict:
+        """Those of these settings that are there."""
         return {name: self[name] for name in names if name in self}
 
     def fill(self, config_class: type, **known):
-        """A dataclass whose fields are `known`, or else read by their name, type and default."""
+        """A dataclass with the fields in `known`, and the others read by their name, type and default."""
         for entry in fields(config_class):
             if entry.name not in known:
                 name = entry.metadata.get("name", entry.name)
@@ -230,23 +240,23 @@ class _Settings(dict):
 
 
 def _is_dflash(settings: _Settings) -> bool:
-    """Whether this config.json is a DFlash head's, of a kind that is supported or not."""
+    """Whether this is a DFlash head's config.json, supported or not."""
     return "dflash" in str(settings.get("architectures")).lower() or "dflash_config" in settings
 
 
-def _named(settings: _Settings) -> tuple[str | None, str]:
-    """The family and the architecture, in their own words."""
+def _family(settings: _Settings) -> tuple[str | None, str]:
+    """The family and the architecture, as config.json names them."""
     return settings.get("model_type"), ", ".join(map(str, settings.read("architectures", list, []) or [NAMELESS]))
 
 
 def _refuse_variants(settings: _Settings) -> None:
-    """Refuse, by name, what would change the computation and is not computed here."""
+    """UserError, by name, for a setting that would change the computation and is not supported here."""
     quantised = settings.group("quantization_config")
     method = quantised.get("quant_method", "no quant_method")
     settings.require(not quantised, f"quantization_config ({method}) is not supported: use plain weights")
     for kind in settings.read("layer_types", list, []):
         settings.require(kind == "full_attention", f"layer_types has {kind!r}: only full_attention is run")
-    # Qwen3 configs keep a window's size beside a switch that is off; LLaMA has no switch.
+    # Qwen3's config.json holds a window's size beside a switch that turns it off; LLaMA's has no switch.
     if not settings.read("use_sliding_window", bool, settings["model_type"] != "qwen3"):
         settings.pop("sliding_window", None)
     for name, neutral in NEUTRAL.items():
@@ -255,7 +265,7 @@ def _refuse_variants(settings: _Settings) -> None:
 
 
 def _transformer(config_class: type, settings: _Settings, **known):
-    """The `config_class` of these settings: what it derives, and what stands there as it is."""
+    """A `config_class` of these settings, of which some fields are derived and the others read as they are."""
     _refuse_variants(settings)
     hidden, heads = settings.read("hidden_size", int), settings.read("num_attention_heads", int)
     kv_heads = settings.read("num_key_value_heads", int, heads)
@@ -264,16 +274,16 @@ def _transformer(config_class: type, settings: _Settings, **known):
     settings.require(head_dim % 2 == 0, f"head_dim {head_dim} is odd: rotary position embedding needs pairs")
     positions = settings.read("max_position_embeddings", int)
     rope = _rope(settings, positions)
-    # A yarn setting added by hand, as Qwen3's cards tell, leaves max_position_embeddings unstretched.
+    # Qwen3's model cards tell users to add yarn settings by hand; max_position_embeddings then stays unstretched.
     stretched = int(rope.factor * rope.original_context) if rope.kind == "yarn" else 0
     known |= dict(kv_heads=kv_heads, head_dim=head_dim, rope=rope, context=max(positions, stretched))
     return settings.fill(config_class, **known)
 
 
 def _rope(settings: _Settings, positions: int) -> Rope:
-    """Rotary settings: nested `rope_parameters`, or flat `rope_theta` and `rope_scaling`, or a mixture of both.
+    """Rotary settings: nested in `rope_parameters`, or flat as `rope_theta` and `rope_scaling`, or a mixture of both.
 
-    Versions of transformers differ in which of two places they read, so these must agree; but a nested theta wins.
+    Versions of transformers read different ones of two places, so both must agree; only for theta the nested one wins.
     """
     flat, nested = settings.group("rope_scaling"), settings.group("rope_parameters")
     given, beside = {}, settings.part("original_max_position_embeddings") if flat or nested else {}

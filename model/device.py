@@ -1,4 +1,4 @@
-"""The device that models run on: its name, its clock, and the way of results to the host."""
+"""The device that models run on: its name, its clock, and the copy of results to the host."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name, or that of this machine's processor with its cores and the threads that torch runs on them."""
+    """A GPU's name, or this machine's processor with its number of cores and of torch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
@@ -25,14 +25,14 @@ def processor() -> str:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, with the device caught up."""
+    """Seconds on a clock without a fixed start, read after the device has finished all work given to it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def to_host(values: Tensor) -> Tensor:
-    """The same values, of any shape, in host memory, once the device has come to them: the one host sync of a round."""
+    """values (any shape) -> the same in host memory, once they have been computed: the one host sync of a round."""
     if not values.is_cuda:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -1,15 +1,17 @@
 """The DFlash head: one pass over [root, mask, …, mask] gives a distribution for each of the next L tokens.
 
-Symbols: P committed positions, L block depth (block_size − 1), H hidden size, V vocabulary, F = taps·H.
+Symbols: P committed positions, B batch, T rows of this pass, L block depth (block_size − 1), H hidden size,
+V vocabulary, V' tokens that are scored, F = taps·H.
 
-The head reads the target's tap features of the committed prefix. `fc` and `hidden_norm` fuse the taps once a
-position; each draft layer projects the fused feature to a key and a value, kept in the draft cache. The block's
-own keys and values go to the slots after the prefix and are overwritten when those positions commit: noise never
-stays. Queries come from the block only, and see the whole prefix and the whole block, both ways.
+The head reads the target's tap features of the committed prefix. `fc` and `hidden_norm` fuse the taps, once for each
+position; each draft layer projects the fused feature to a key and a value, which are kept in the draft cache. The
+block's own keys and values go to the slots after the prefix, and are overwritten when those positions commit, so that
+nothing computed from a mask stays. Queries come only from the block, and see the whole prefix and the whole block, in
+both directions.
 
-Embedding and LM head are the target's. Of a small target, the LM head is most of what a draft costs, and nearly all
-text is written with few of its tokens: `restrict` scores only these. What is done with the L distributions is not
-decided here.
+Embedding and LM head are the target's. With a small target, the LM head is most of the cost of a draft, yet nearly all
+text is written with few of its tokens: after `restrict`, only these are scored. What becomes of the L distributions is
+not decided here.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,22 +26,19 @@ from model.linear import Linear
 from model.transformer import KVCache, Layer, RMSNorm, Rotary, Target, Window
 
 
-FREQUENT_TOKENS = "frequent_tokens.json"  # beside a head, {"tokens": [ids, the most frequent first]}
-
-
 class DraftHead(nn.Module):
-    """A one-pass block drafter. Parameters carry the published checkpoints' names."""
+    """A one-pass block drafter. Its parameters have the names of the published checkpoints."""
 
     def __init__(self, config: DraftConfig):
         super().__init__()
         self.config = config
-        self.directory: Path | None = None  # that it was loaded from: the pair's mass curve lies there
+        self.directory: Path | None = None  # it was loaded from; the pair's mass curve is there
         self.rotary = Rotary(config)
         self.fc = Linear(len(config.taps) * config.hidden, config.hidden)
         self.hidden_norm = RMSNorm(config.hidden, config.eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
-        self.vocabulary: Tensor | None = None  # (V',) int64, the tokens that are scored; None: all
+        self.vocabulary: Tensor | None = None  # (V',) int64, the tokens scored; None: all
         self.vocabulary_head: Linear | None = None  # their rows of the LM head
 
     @property
@@ -54,19 +53,22 @@ class DraftHead(nn.Module):
 
     @property
     def mask_token_id(self) -> int:
+        """The token that stands for a position to be drafted."""
         return self.config.mask_token_id
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of activations and caches."""
         return self.norm.weight.dtype
 
     def extend(
         self, features: Tensor, cache: KVCache, slots: Tensor, remember: Callable = Layer.remember,
         run_linear: Callable = Linear.__call__,
     ) -> None:
-        """Append committed positions: features (B, T, F) of positions `slots` (T,) become keys and values there.
+        """Append committed positions to the cache: features (B, T, F) become keys and values in slots (T,) int64, which
+        are also their positions.
 
-        remember, run_linear: of a layer and a linear layer: as they are written, or compiled
+        remember: runs Layer.remember, as it is written or compiled; run_linear: runs a linear layer, in the same way
         """
         fused = self.hidden_norm(run_linear(self.fc, features))
         rope = self.rotary(slots, fused.dtype)
@@ -74,9 +76,10 @@ class DraftHead(nn.Module):
             remember(layer, fused, rope, layer_cache, slots)
 
     def forward(self, block: Tensor, cache: KVCache, window: Window, target: Target) -> Tensor:
-        """block (B, L+1) token ids over the cached prefix -> normed hidden states (B, L, H) of the mask rows.
+        """block (B, L+1) int64 token ids -> normed hidden states (B, L, H) of the mask rows.
 
-        `window` lays the block at positions and slots P..P+L, and lets every row see prefix and block.
+        cache: the draft cache, which holds the prefix. window: puts the block at positions and slots P..P+L, and lets
+        every row see prefix and block.
         """
         x = target.embed(block)
         rope = self.rotary(window.positions, x.dtype)
@@ -87,27 +90,24 @@ class DraftHead(nn.Module):
 
     @torch.no_grad()
     def restrict(self, tokens: Sequence[int], target: Target) -> None:
-        """Score only `tokens` from now on; others have no mass, and so are never proposed. The text stays the same
-        whatever `tokens` are.
+        """Score only `tokens` from now on. Others get no mass, and so are never proposed; the text stays the same.
 
-        Costs a copy of V' rows of the target's LM head. UsageError without tokens, and for one that the target does not
-        know.
+        This takes a copy of their V' rows of the target's LM head. UsageError for no tokens, and for a token that the
+        target does not know.
         """
         known = sorted(set(tokens))
         if not known or known[0] < 0 or known[-1] >= target.vocab_size:
             ids = f"ids below {target.vocab_size}, the target's vocabulary"
             raise UsageError(f"a head scores at least one token, and tokens are {ids}: give others")
         vocabulary = torch.tensor(known, device=target.device)
-        # The LM head may be packed: unit vectors read it back column by column, and such a product rounds nothing.
-        units = torch.eye(self.config.hidden, dtype=target.dtype, device=target.device).split(64)
-        columns = [target.logits(part).index_select(1, vocabulary) for part in units]
+        rows = target.lm_head.dense().index_select(0, vocabulary).to(target.dtype)
         head = Linear(self.config.hidden, len(vocabulary))
-        head.weight = nn.Parameter(torch.cat(columns).T.contiguous(), requires_grad=False)
+        head.weight = nn.Parameter(rows, requires_grad=False)
         head.pack()
         self.vocabulary, self.vocabulary_head = vocabulary, head
 
     def log_q(self, hidden: Tensor, target: Target, run_linear: Callable = Linear.__call__) -> Tensor:
-        """Normed hidden states (L, H) -> log q (L, V) float32: in 16 bits, ranks would tie and masses be coarse.
+        """Normed hidden states (L, H) -> log q (L, V) float32: in 16 bits, ranks would tie and masses would be coarse.
 
         run_linear: as for `extend`
         """
@@ -119,7 +119,8 @@ class DraftHead(nn.Module):
 
     @torch.no_grad()
     def score(self, features: Tensor, root: int, target: Target) -> Tensor:
-        """features (P, F) of the committed prefix and the pending root -> log q (L, V); row j is q_{j+1}."""
+        """features (P, F) of the committed prefix, and the token id of the pending root -> log q (L, V) float32, whose
+        row j is q_{j+1}."""
         prefix, size, device = features.shape[0], self.block_size, target.device
         cache = KVCache(self.config, prefix + size, target.dtype, device)
         self.extend(features[None].to(target.dtype), cache, torch.arange(prefix, device=device))

@@ -1,7 +1,8 @@
-"""The cache, files that a user names, JSON that is whole or named in an error, files that are whole or not there, and
-directories that say whose answers they hold.
+"""Where the cache lies; reading text and JSON with one-line errors; atomic writes; checks of output paths; the settings
+file that says which run a directory belongs to.
 
-Whoever reads a file that is written here, or kills its writer, finds the old file or the new one.
+A file is written here as a whole or not at all: even after the writer was killed, a reader finds the old file or the
+new one.
 """
 
 import json
@@ -12,11 +13,12 @@ from pathlib import Path
 
 from model.errors import UsageError, UserError
 
-SETTINGS = "settings.json"  # in a directory of answers: whose they are
+Progress = Callable[[int, int], None]  # called with (done, in all), in bytes unless stated
+SETTINGS = "settings.json"  # in a directory of answers: the settings they were made with
 
 
 def cache_directory() -> Path:
-    """$MINICAST_CACHE, else minicast under $XDG_CACHE_HOME, else ~/.cache/minicast."""
+    """$MINICAST_CACHE, or else minicast in $XDG_CACHE_HOME, or else ~/.cache/minicast."""
     if os.environ.get("MINICAST_CACHE"):
         return Path(os.environ["MINICAST_CACHE"]).expanduser()
     if os.environ.get("XDG_CACHE_HOME"):
@@ -25,9 +27,10 @@ def cache_directory() -> Path:
 
 
 def write_atomically(path: Path, content: str | Callable[[Path], object]) -> None:
-    """Write text, or what `content` writes to the path that it is given, beside `path`; then put it there.
+    """Write a file beside `path`, then rename it to `path`. OSError, with this path, where that fails.
 
-    A link stays, and the file that it leads to is replaced.
+    content: the text, or a function that writes the file at the path that it is given. A symbolic link stays: the file
+    that it leads to is replaced.
     """
     path = path.resolve()
     partial_file = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -40,17 +43,17 @@ def write_atomically(path: Path, content: str | Callable[[Path], object]) -> Non
             content(partial_file)
         partial_file.chmod(mode)  # safetensors leaves a file that only its owner can read
         os.replace(partial_file, path)
-    except BaseException as error:  # a full disk, Ctrl-C: a part of the file is of no use, and takes room
-        with suppress(OSError):  # there may be none, for the same cause
+    except BaseException as error:  # a full disk, Ctrl-C: part of a file is of no use
+        with suppress(OSError):  # the same cause may have left none
             partial_file.unlink()
         if isinstance(error, OSError) and (error.filename is None or str(error.filename) == str(partial_file)):
-            error.filename = str(path)  # the name that is known outside
+            error.filename = str(path)  # the name that the caller knows
         raise
 
 
 def save_tensors(path: Path, tensors: dict, metadata: dict[str, str] | None = None) -> None:
-    """Write {name: tensor} as a safetensors file, whole or not at all. UserError where it can't be written: a full disk."""
-    from safetensors import SafetensorError  # with torch, which not every reader of this file needs
+    """Write {name: tensor of any shape} to a safetensors file. UserError or OSError where that fails: a full disk."""
+    from safetensors import SafetensorError  # here, since it imports torch, which not every user of this module needs
     from safetensors.torch import save_file
 
     try:
@@ -60,14 +63,14 @@ def save_tensors(path: Path, tensors: dict, metadata: dict[str, str] | None = No
 
 
 def check_directory(path: Path, flag: str) -> None:
-    """UsageError where something else than a directory is in the way of one."""
+    """UsageError where `path`, or a directory above it, is a file. flag: named in the error"""
     nearest = next(place for place in (path, *path.parents) if place.exists())
     if not nearest.is_dir():
         raise UsageError(f"{flag} {path}: {nearest} is a file: name a directory")
 
 
 def check_file(path: Path, flag: str) -> None:
-    """UsageError where no file can be put: in place of a directory or a device, or where there can be no directory."""
+    """UsageError where no file can be written: `path` is a directory or a device, or cannot lie in a directory."""
     if path.is_dir():
         raise UsageError(f"{flag} {path} is a directory: name a file in it")
     if path.exists() and not path.is_file():
@@ -76,9 +79,9 @@ def check_file(path: Path, flag: str) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file. UsageError where there is none of that name, or no text, UserError where it is not to be read."""
+    """The text of a file. UsageError where there is no such file or it is not UTF-8, UserError where reading fails."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
     except UnicodeDecodeError as error:
         raise UsageError(f"cannot read {path}: it is not UTF-8") from error
     except OSError as error:
@@ -87,25 +90,29 @@ def read_text(path: str | Path) -> str:
 
 
 def another_copy(file: Path) -> str:
-    """What to do about a checkpoint's file that is damaged."""
+    """What to do about a damaged file of a checkpoint, for an error message."""
     if file.is_relative_to(cache_directory()):
         return f"delete {file.parent}, and the next start builds it again"
     return "download it again, or run `git lfs pull` if it is a pointer"
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object in a file; a file that is absent, cut, or holds none is named in one line."""
+    """The JSON object in a file. UserError where the file is missing, cannot be read or holds something else."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: download it")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested too deep
-        raise UserError(f"{path} cannot be read ({error}): {another_copy(path)}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested too deep
+        raise UserError(f"{path} is not JSON ({error}): {another_copy(path)}") from error
     if type(value) is not dict:
         raise UserError(f"{path} is not a JSON object: {another_copy(path)}")
     return value
 
 
 def claimed(directory: Path) -> dict | None:
-    """What `claim` noted there; None if it never did. UserError where that is damaged."""
+    """The settings and notes that `claim` wrote there; None if it never did. UserError where they are damaged."""
     file = directory / SETTINGS
     if not file.exists():
         return None
@@ -119,9 +126,10 @@ def claimed(directory: Path) -> dict | None:
 
 
 def claim(directory: Path, settings: dict, notes: dict | None = None) -> None:
-    """Note in a directory, which is made, whose answers it holds: `settings`, and `notes` that may change.
+    """Write into a directory, made if need be, the settings that its answers were made with.
 
-    UsageError where it holds answers of other settings, UserError where it cannot be written.
+    settings: what later runs must share; notes: what may change. UsageError where it holds answers made with other
+    settings, UserError where it cannot be written to or its settings file is damaged.
     """
     known = claimed(directory)
     others = [file for file in directory.iterdir() if file.name != SETTINGS] if directory.is_dir() else []

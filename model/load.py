@@ -1,19 +1,17 @@
 """Targets and DFlash heads, loaded from a path, a hub id or a known pair's name.
 
-Where a name leads is in `hub`, how tensors are read in `weights`. The tokenizer's loader is its own, in `tokenizer`.
+model/hub.py finds the directory of a name, model/weights.py reads its tensors, and model/tokenizer.py has the loader of
+tokenizers.
 """
-
-from collections.abc import Callable
 
 import torch
 
 from model.config import draft_config, read_config, target_config
 from model.dflash import DraftHead
+from model.files import Progress
 from model.hub import resolve
 from model.transformer import Target
 from model.weights import load_weights
-
-Progress = Callable[[int, int], None]
 
 
 def load_target(
@@ -24,11 +22,16 @@ def load_target(
     Args:
         name: a directory, a hub id, or a known pair's name
         dtype: of activations and caches; None: float32 on a CPU, bfloat16 elsewhere
-        device: None: CUDA where there is one
+        device: where it runs; None: CUDA where there is one, or else the CPU
         progress: called with (bytes read, bytes in all)
-        pack: lay weights out as inference reads them best (`model.linear`); training needs the plain ones
+        pack: lay the weights out for inference (model/linear.py); training needs the plain ones
+
+    Raises:
+        UsageError: the name is neither a directory, nor a known pair's name, nor the id of a repository on the hub
+        UserError: a download failed; a file is missing or damaged; the model is not supported, or is a DFlash head;
+            its weights and its config.json do not fit each other; or memory is too small
     """
-    device, dtype = place(device, dtype)
+    device, dtype = default_placement(device, dtype)
     directory = resolve(name, "target", progress)
     config = target_config(read_config(directory), directory)
     with torch.device("meta"):
@@ -40,8 +43,11 @@ def load_target(
 def load_draft(
     name: str, dtype: torch.dtype | None = None, device=None, progress: Progress | None = None, pack: bool = True
 ) -> DraftHead:
-    """The DFlash head of that name; arguments as for `load_target`. `check_pair` says whether it fits a target."""
-    device, dtype = place(device, dtype)
+    """The DFlash head of that name. Arguments and errors as for `load_target`; UserError for a target.
+
+    `check_pair` says whether the head fits a target.
+    """
+    device, dtype = default_placement(device, dtype)
     directory = resolve(name, "draft", progress)
     config = draft_config(read_config(directory), directory)
     with torch.device("meta"):
@@ -51,7 +57,7 @@ def load_draft(
     return draft.eval()
 
 
-def place(device, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
-    """Where a model runs and in which precision, where one of them, or both, are left open."""
+def default_placement(device, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+    """The device and the dtype given, with the defaults of `load_target` for what is None."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return device, dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)

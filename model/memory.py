@@ -1,4 +1,4 @@
-"""This process's memory, as the C library keeps it, and this machine's."""
+"""Memory: giving back what this process has freed, and how much this machine has left."""
 
 import ctypes
 import math
@@ -11,16 +11,18 @@ from model.errors import UserError
 
 
 def trim() -> None:
-    """Give freed memory back to the system: glibc keeps what lies between blocks in use, of weights that changed their
-    layout 200 MB and more. Other C libraries have no such call, and need none."""
+    """Return freed memory to the system.
+
+    glibc keeps free blocks that lie between used ones: 200 MB and more after weights changed layout. Other C libraries
+    lack this call, and need none.
+    """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def require_memory(needed: int, what: str, device: torch.device | str) -> None:
-    """UserError where this machine has fewer bytes than `what` needs: Linux would end the program without a word.
-
-    Of a GPU nothing is asked: there, what does not fit is an error of its own.
+    """UserError where `needed` bytes for `what` are more than this machine has free: Linux would kill the program
+    without a message. A GPU is not checked, since torch raises an error of its own there.
     """
     free = free_memory()
     if torch.device(device).type == "cpu" and free is not None and needed > free:
@@ -29,7 +31,7 @@ def require_memory(needed: int, what: str, device: torch.device | str) -> None:
 
 
 def free_memory() -> int | None:
-    """Bytes that a program can still have here, swap included; None where Linux does not tell."""
+    """Bytes that a program can still get here, swap included; None where that cannot be read (/proc/meminfo)."""
     try:
         with open("/proc/meminfo") as file:
             kilobytes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in file)}
@@ -40,9 +42,10 @@ def free_memory() -> int | None:
 
 
 def _free_in_groups(root: Path) -> float:
-    """Bytes below the limits of this process's control groups (version 2), as a container has; infinite without one.
+    """Bytes that the limits of this process's control groups (version 2) leave free, infinite without a limit. A
+    container has such limits.
 
-    What a group holds of files can be given up.
+    Cached files count as free, since the system gives them up when memory is short.
     """
     free = math.inf
     with suppress(OSError, ValueError, KeyError):

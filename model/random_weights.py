@@ -1,7 +1,7 @@
-"""Targets and DFlash heads of published shapes with random weights, made where they will run.
+"""Targets and DFlash heads of published shapes with random weights, made on the device that they will run on.
 
-Latency depends on shapes alone, so it can be measured where a checkpoint cannot be had. Text and acceptance
-cannot: whoever reports a figure of such a model says so.
+Latency depends only on shapes, so it can be measured without a checkpoint. Text and acceptance cannot: a figure
+measured with such a model must say so.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,19 @@ from model.linear import linear_layers
 from model.memory import require_memory
 from model.transformer import RMSNorm, Target
 
-SPREAD = 0.02  # standard deviation of a weight, the usual one at initialisation
+SPREAD = 0.02  # standard deviation of the weights, as is usual at initialisation
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A target and its head."""
+    """The configurations of a target and its head."""
 
     target: TargetConfig
     draft: DraftConfig
 
 
 def _shape(target: dict, draft: dict, shared: dict) -> Shape:
+    """A `Shape` from the fields of the target alone, of the head alone, and of both."""
     head = dict(head_dim=shared["head_dim"], eps=1e-6, rope=Rope(1e6), qk_norm=True) | shared | draft
     return Shape(TargetConfig(**shared | target), DraftConfig(**head, target_layers=target["layers"]))
 
@@ -50,7 +51,7 @@ SHAPES = {
         dict(intermediate=12288, layers=5, block_size=10, taps=(1, 8, 15, 22, 29), mask_token_id=128002),
         dict(vocab_size=128256, hidden=4096, heads=32, kv_heads=8, head_dim=128, context=131072),
     ),
-    # For checks of tokens: four layers, four heads a group. The second is for tests.
+    # To check tokens with: four layers, and four query heads to each key head. The second is for tests.
     "small": _shape(
         dict(intermediate=1024, layers=4, eps=1e-6, rope=Rope(1e6), qk_norm=True, family="qwen3", tied=False),
         dict(intermediate=1024, layers=2, block_size=16, taps=(0, 2), mask_token_id=4095),
@@ -65,7 +66,10 @@ SHAPES = {
 
 
 def random_pair(name: str, dtype: torch.dtype, device, seed: int = 0) -> tuple[Target, DraftHead]:
-    """A target of the shape `name` and its head, with weights drawn on `device`."""
+    """A target of the shape `name` and its head, with weights drawn on `device`.
+
+    UsageError for a name that is not in SHAPES, UserError where memory is too small.
+    """
     if name not in SHAPES:
         raise UsageError(f"unknown shape {name!r}: choose from {', '.join(SHAPES)}")
     shape = SHAPES[name]
@@ -81,21 +85,21 @@ def random_pair(name: str, dtype: torch.dtype, device, seed: int = 0) -> tuple[T
 
 
 def random_head(config: DraftConfig, dtype: torch.dtype, device) -> DraftHead:
-    """A head of that shape that knows nothing, for a target of one's own."""
+    """A head of this shape with random weights, for a target of one's own."""
     with torch.device("meta"):
         draft = DraftHead(config)
     return ready(randomise(draft, dtype, device, torch.Generator(device).manual_seed(0)))
 
 
 def ready(model: nn.Module) -> nn.Module:
-    """Its linear layers laid out as a loaded model's are."""
+    """The same model with its linear layers packed, as a loaded model has them."""
     for layer in linear_layers(model):
         layer.pack()
     return model.eval()
 
 
 def randomise(model: nn.Module, dtype: torch.dtype, device, generator: torch.Generator) -> nn.Module:
-    """Give a model from the meta device memory and weights: norms 1, all else normal."""
+    """Give a model on the meta device memory and weights: 1 in norms, and normally distributed elsewhere."""
     model.to(dtype).to_empty(device=device)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -103,5 +107,5 @@ def randomise(model: nn.Module, dtype: torch.dtype, device, generator: torch.Gen
                 parameter.data.fill_(1.0)
             else:
                 parameter.data.normal_(std=SPREAD, generator=generator)
-                parameter.data.copy_(parameter.data.bfloat16())  # as published: 16 bits hold them, see `model.linear`
+                parameter.data.copy_(parameter.data.bfloat16())  # 16 bits hold them, as published ones
     return model

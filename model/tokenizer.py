@@ -1,10 +1,10 @@
 """Text to token ids and back: tokenizer.json through `tokenizers`, the chat template through jinja2.
 
-The chat template is run as transformers runs it (same sandbox, whitespace rules and globals), so that a
-rendered prompt has the ids the model was trained on. Stop ids are the union of every place where checkpoints
-declare an end. The streaming detokenizer gives out text as soon as it is final, and never half a character.
+The chat template is run as transformers runs it (same sandbox, whitespace rules and globals), so that a rendered prompt
+has the ids that the model was trained on. The stop ids are those of every file in which a checkpoint may declare an end
+of text. The streaming detokenizer gives out text as soon as it is final, and never half a character.
 
-Only checkpoints with a tokenizer.json are read; tool and document arguments of templates are not offered.
+Only checkpoints with a tokenizer.json are read. A template's arguments for tools and documents cannot be given.
 """
 
 import datetime
@@ -17,16 +17,21 @@ import tokenizers
 
 from model import hub
 from model.errors import UsageError, UserError
-from model.files import another_copy, read_json, read_text
+from model.files import Progress, another_copy, read_json, read_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) decode to
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are not, or not yet, a character
 
 Messages = list[dict[str, str]]  # [{"role": "system" | "user" | "assistant", "content": text}, ...]
 
 
-def load_tokenizer(name: str | os.PathLike, progress=None) -> "Tokenizer":
-    """The tokenizer of a known pair, a directory or a hub id; `progress` as in hub.resolve."""
+def load_tokenizer(name: str | os.PathLike, progress: Progress | None = None) -> "Tokenizer":
+    """The tokenizer of a known pair, a directory or a hub id; progress: as for `hub.resolve`.
+
+    Raises:
+        UsageError: the name is neither a directory, nor a known pair's name, nor the id of a repository on the hub
+        UserError: a download failed, or a file of the tokenizer is missing or damaged
+    """
     return Tokenizer(hub.resolve(name, "tokenizer", progress))
 
 
@@ -35,7 +40,9 @@ class Tokenizer:
 
     Attributes:
         stop_ids: every id that ends a text, ascending
-        special_tokens: name ("bos_token", ...) -> text, as the chat template sees them
+        special_tokens: the texts of special tokens by name ("bos_token", …), as the chat template gets them
+
+    UserError where a file in `directory` is missing or damaged.
     """
 
     def __init__(self, directory: str | os.PathLike):
@@ -45,9 +52,9 @@ class Tokenizer:
             raise UserError(f"{self.directory} has no tokenizer.json, the only form that is read")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
+        except Exception as error:  # tokenizers raises no class of its own
             raise UserError(f"{path} cannot be read: {error}; {another_copy(path)}") from error
-        # A file may carry the truncation and padding it was trained with; a prompt is never altered.
+        # A file may hold the truncation and padding of the training, but a prompt is never altered.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = {
@@ -59,12 +66,15 @@ class Tokenizer:
         try:
             self._add_declared()
         except (TypeError, ValueError, AttributeError) as error:
-            where = f"{self.directory}: tokenizer_config.json or added_tokens.json"
+            where = self.directory / "tokenizer_config.json"
             raise UserError(f"{where} lists tokens in an unknown form: save the tokenizer anew") from error
         self.stop_ids = self._find_stop_ids()
 
     def encode(self, text: str) -> list[int]:
-        """The text as it is, without the chat template; a BOS where the tokenizer adds one to plain text."""
+        """The ids of a text without the chat template, after a BOS if the tokenizer begins plain text with one.
+
+        UsageError where it is not valid Unicode.
+        """
         check_unicode(text, "the prompt")
         bos = self.special_tokens.get("bos_token")
         has_bos = bos is not None and text.startswith(bos)
@@ -73,17 +83,25 @@ class Tokenizer:
     def encode_chat(
         self, conversation: str | Messages, system: str | None = None, enable_thinking: bool = False
     ) -> list[int]:
-        """The conversation (a text is one user message) through the chat template, ready for the model's
-        answer; arguments as for `render_chat`."""
+        """The ids of a conversation in the chat template, up to where the model's answer begins.
+
+        Arguments and errors as for `render_chat`.
+        """
         return self.encode_rendered(self.render_chat(conversation, system, enable_thinking))
 
     def render_chat(
         self, conversation: str | Messages, system: str | None = None, enable_thinking: bool = False
     ) -> str:
-        """The text that the chat template makes of a conversation, special tokens written out.
+        """The text that the chat template makes of a conversation, with special tokens written out.
 
-        `system` is put in front as a system message. `enable_thinking` is for templates that know a thinking
-        mode; others ignore it.
+        Args:
+            conversation: messages, or the text of one user message
+            system: put in front as a system message
+            enable_thinking: for templates with a thinking mode; others ignore it
+
+        Raises:
+            UsageError: a text is not valid Unicode
+            UserError: the chat template is missing or broken, refuses the conversation or ignores `system`
         """
         messages = conversation
         if isinstance(conversation, str):
@@ -102,12 +120,12 @@ class Tokenizer:
         return text
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Text from `render_chat`, or a part of it: the template wrote every special token, the BOS included."""
+        """The ids of text from `render_chat`, or of a part of it, in which all special tokens are written out."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int], special: bool = False) -> str:
-        """The text of the ids, special tokens left out unless `special`. Ids without a token (padded rows of
-        the vocabulary) are too."""
+        """The text of the ids, without special tokens unless `special`. Ids that have no token, as rows that pad the
+        vocabulary, are left out."""
         return self._tokenizer.decode(ids, skip_special_tokens=not special)
 
     def token_text(self, id: int) -> str:
@@ -119,19 +137,24 @@ class Tokenizer:
         return TextStream(self)
 
     def _text_of(self, token: str | dict) -> str:
-        """A special token is declared as its text, or as an object that also says how it is matched."""
+        """The text of a declared special token: it is declared as its text, or as an object that also says how it is
+        matched. UserError for anything else."""
         text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str):
             raise UserError(f"{self.directory}: a special token must be a text, or have one as content, got {token!r}")
         return text
 
     def _add_declared(self) -> None:
-        """What transformers takes from the files beside tokenizer.json: tokens that this one lacks, as a fine-tuned
-        model's may, and that a token is special. UserError where a token's place in the vocabulary is taken."""
+        """Take from the files beside tokenizer.json what transformers does: tokens that tokenizer.json lacks, as a
+        fine-tuned model's may, and which tokens are special. UserError where another token has a token's id."""
         decoder = self._config.get("added_tokens_decoder") or {}
-        listed = read_object(self.directory / "added_tokens.json")
+        file = self.directory / "added_tokens.json"
+        listed = read_object(file)
+        if not all(type(id) is int for id in listed.values()):
+            raise UserError(f"{file} must give each token an id: save the tokenizer anew")
         listed |= {self._text_of(token): id for id, token in decoder.items()}
-        special = {*self.special_tokens.values(), *map(self._text_of, self._config.get("additional_special_tokens") or [])}
+        also_special = self._config.get("additional_special_tokens") or []
+        special = {*self.special_tokens.values(), *map(self._text_of, also_special)}
         special |= {self._text_of(token) for token in decoder.values() if token.get("special")}
         for text, id in sorted(listed.items(), key=lambda item: int(item[1])):
             if self._tokenizer.token_to_id(text) is None:
@@ -144,6 +167,7 @@ class Tokenizer:
         self._tokenizer.add_special_tokens(known)
 
     def _find_stop_ids(self) -> tuple[int, ...]:
+        """The EOS ids of config.json, generation_config.json and the special tokens."""
         found = set()
         for name in ("config.json", "generation_config.json"):
             declared = read_object(self.directory / name).get("eos_token_id")
@@ -172,7 +196,7 @@ class Tokenizer:
 
     @cached_property
     def _template(self):
-        """The compiled chat template: chat_template.jinja if there is one, else tokenizer_config.json's."""
+        """The compiled chat template, of chat_template.jinja or else of tokenizer_config.json."""
         import jinja2
         import jinja2.ext
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -189,13 +213,13 @@ class Tokenizer:
             raise jinja2.TemplateError(message)
 
         def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-            # jinja2's own filter escapes for HTML, which would change the prompt.
+            # jinja2's own filter escapes characters for HTML, which would change the prompt.
             return json.dumps(
                 value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
             )
 
         class Generation(jinja2.ext.Extension):
-            """{% generation %} … {% endgeneration %} marks a reply for training, and changes no text."""
+            """{% generation %} … {% endgeneration %} marks a reply for training. The text stays the same."""
 
             tags = {"generation"}
 
@@ -219,25 +243,25 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of a growing list of ids: the pieces of push and finish concatenate to the decode of all ids at once.
+    """The text of a growing list of ids: the pieces from `push` and `finish` join to what decoding all ids would give.
 
-    However ids are grouped, the text is the same. It differs from the decode of all only where a SentencePiece
-    decoder meets bytes that are no UTF-8: it makes all of their run replacement characters, and a part of the run
-    may have been given out as text.
+    The text is the same however the ids are grouped. It differs from that of all ids only where a SentencePiece decoder
+    meets bytes that are not UTF-8: of a run that holds such bytes it makes replacement characters only, and part of the
+    run may have been given out as text before.
 
-    A character may span several tokens, and some decoders treat a text's first token specially. So not single
-    tokens but a window of recent ids is decoded: those that gave the last piece, as context, and those since.
-    Text is given out up to the replacement characters at its end, which may be the beginning of a character.
+    A character may span several tokens, and some decoders treat the first token of a text differently. So a window of
+    recent ids is decoded instead of single ones: those that gave the last piece, as context, and those that came since.
+    Text is given out up to any replacement characters at its end, since these may be the beginning of a character.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._context = 0  # leading ids of the window whose text is all given out
-        self._shown = 0  # characters of the window's text given out
+        self._context = 0  # ids at the start of the window whose text has all been given out
+        self._shown = 0  # characters of the window's text that have been given out
 
     def push(self, ids: int | list[int]) -> str:
-        """The text that these ids make final, perhaps none."""
+        """The text that becomes final with these ids, perhaps none."""
         return "".join(map(self._push, [ids] if isinstance(ids, int) else ids))
 
     def _push(self, id: int) -> str:
@@ -246,7 +270,7 @@ class TextStream:
         final = text.rstrip(REPLACEMENT)
         piece = final[self._shown :]
         if piece and len(final) == len(text):
-            # Between two characters: the ids that gave this piece are context enough from here on.
+            # The window ends between two characters: from here on, the ids of this piece are context enough.
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._shown = len(self._tokenizer.decode(self._window))
@@ -255,17 +279,18 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What is left at the end: an unfinished character is now known to be none."""
+        """The rest of the text, in which an unfinished character is now a replacement character."""
         return self._tokenizer.decode(self._window)[self._shown :]
 
 
 def read_object(path: Path) -> dict:
-    """The file's JSON object; an absent file declares nothing."""
+    """The JSON object in a file, empty if there is no such file. UserError where it is damaged."""
     return read_json(path) if path.is_file() else {}
 
 
 def check_unicode(text: str, what: str) -> None:
-    """A terminal's undecodable byte arrives as half of a surrogate pair, which no tokenizer takes."""
+    """UsageError unless this is valid Unicode: a byte that a terminal could not decode arrives as half of a surrogate
+    pair, which no tokenizer accepts. what: what it is, for the error"""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -273,4 +298,5 @@ def check_unicode(text: str, what: str) -> None:
 
 
 def one_line(error: Exception) -> str:
+    """The error's message without line breaks."""
     return " ".join(str(error).split())

@@ -1,17 +1,21 @@
-"""What a DFlash head learns from: answers of the target itself, and what the target computed while reading them.
+"""What a DFlash head learns from: the target's own answers, and what the target computes as it reads them.
 
-Three steps, each resumable, so that a run can be killed at any moment:
+There are three steps. Each can be resumed, so a run may be killed at any moment:
 
-1. prompts: of JSONL files, of templates, or in the target's own words, see model/train_prompts.py
-2. responses: the target's greedy answers, a JSONL of [prompt ids, response ids]. Only the target's own text will do:
-   the head is asked what the target says next, not what somebody else would
-3. features: one pass of the target over each answer gives the tap features that the head reads and the target's
-   most probable tokens at each position, which the head learns from; kept in one file an answer
+1. prompts: from JSONL files, from templates, or written by the target itself, see model/train_prompts.py
+2. responses: the target's greedy answers, in a JSONL file of [prompt ids, response ids]. Only the target's own text
+   will do: the head has to say what the target says next, not what somebody else would
+3. readings: one pass of the target over each answer gives the tap features that the head reads, and the target's most
+   probable tokens at each position, from which it learns. Each answer's reading is kept in a file of its own
 
-From them it makes batches. A file of prompts or responses is a domain: training draws from all domains, and held-out R
-is told for each. The labels of a position are half the token that came and half what the target held probable there:
-the first says what greedy acceptance asks, the second how sure the target was, which is what a tree ranks by. The
-softmax of the loss runs over the tokens that occur in the answers alone.
+Batches are made from these. Each file of prompts or responses is a domain: training draws from all domains, and
+held-out R is reported for each. The label of a position is half the token that came and half what the target found
+probable there. The first half is what greedy acceptance asks for; the second says how sure the target was, and a tree
+ranks by that. The softmax of the loss runs only over tokens that occur in the answers.
+
+Symbols: B sequences, L block depth, T positions, H hidden size, F = taps·H, V vocabulary, V' tokens of the loss. Other
+dimensions are spelled out. A place is an index into a response, and an anchor is the same position in the whole
+sequence.
 """
 
 import hashlib
@@ -28,14 +32,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from model.errors import UserError
-from model.files import read_text, save_tensors, write_atomically
+from model.files import Progress, read_text, save_tensors, write_atomically
 from model.transformer import KVCache, Target, Window
 
 LABELS = 32  # most probable tokens kept at each position
-HARD = 0.5  # share of a label that lies on the token that came
-DECAY = 0.75  # weight of a depth relative to the one before: a token counts only if all before it were accepted
-AT_ONCE = 40_000  # positions of answers that are written together: of SmolLM2 they take 1.8 GB in float32
-PAD = 64  # contexts are padded to a multiple, so that a compiled pass meets few shapes
+HARD = 0.5  # share of the label that goes to the token that came
+DECAY = 0.75  # weight of a depth over that of the depth before: a token counts only if all before it were accepted
+AT_ONCE = 40_000  # positions in one batch of answers: with SmolLM2 in float32 they take 1.8 GB
+PAD = 64  # contexts are padded to a multiple of this, so that a compiled pass meets few shapes
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,9 @@ class Example:
     """One answer of the target.
 
     Attributes:
-        prompt: token ids as the target saw them, chat template included
-        response: token ids it answered, EOS included if reached
-        domain: which file it came from
+        prompt: the token ids that the target saw, chat template included
+        response: the token ids that it answered, EOS included if reached
+        domain: the name of the file it came from
     """
 
     prompt: tuple[int, ...]
@@ -58,7 +62,8 @@ class Example:
 
 
 def read_lines(file: str | Path) -> list:
-    """The JSON values of a JSONL file. A last line that was cut by a kill is left out."""
+    """The JSON values of a JSONL file; a last line that a kill cut short is left out. UsageError for no such file,
+    UserError for one that cannot be read or is not JSONL."""
     lines = read_text(file).split("\n")
     if lines[-1] and not _is_json(lines[-1]):
         lines.pop()
@@ -71,7 +76,7 @@ def read_lines(file: str | Path) -> list:
 def _is_json(line: str) -> bool:
     try:
         json.loads(line)
-    except RecursionError:  # not cut, but nothing that can be read
+    except RecursionError:  # not cut short, but nested too deep to be read
         return True
     except ValueError:
         return False
@@ -79,7 +84,8 @@ def _is_json(line: str) -> bool:
 
 
 def read_responses(file: str | Path) -> list[Example]:
-    """The answers in a JSONL file of [prompt ids, response ids]."""
+    """The answers in a JSONL file of [prompt ids, response ids]. Raises as `read_lines`, and UserError for a line of
+    another form."""
     examples = []
     for number, line in enumerate(read_lines(file), 1):
         try:
@@ -99,16 +105,17 @@ def answer(
     file: str | Path,
     stop_ids: Iterable[int],
     max_new_tokens: int = 160,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
-    """Append the target's greedy answers to those of `prompts` (token ids) that `file` has no answer to yet.
+    """Append to `file` the target's greedy answers to those `prompts` (token ids) that it holds no answer to yet.
 
-    Prompts of like length go together, as many as have AT_ONCE positions with their answers.
+    Prompts of similar length share a batch, of as many as have AT_ONCE positions with their answers. Raises as
+    `read_responses`.
     """
     file = Path(file)
     whole = read_responses(file) if file.exists() else []
-    lines = "".join(answer_line(example.prompt, example.response) for example in whole)  # less one that was cut
-    write_atomically(file, lines)
+    lines = "".join(answer_line(example.prompt, example.response) for example in whole)
+    write_atomically(file, lines)  # without a line that was cut short
     answered = {example.prompt for example in whole}
     fitting = {tuple(prompt) for prompt in prompts if len(prompt) + max_new_tokens <= target.context}
     if lost := sum(len(prompt) + max_new_tokens > target.context for prompt in prompts):
@@ -120,7 +127,7 @@ def answer(
         rows = max(AT_ONCE // (len(todo[-1]) + max_new_tokens), 1)
         batches.append(todo[-rows:])
         del todo[-rows:]
-    random.Random(0).shuffle(batches)  # so that what an interrupted run leaves holds all lengths
+    random.Random(0).shuffle(batches)  # so that an interrupted run leaves answers to prompts of all lengths
     for rows in batches:
         responses = continue_batch(target, rows, set(stop_ids), max_new_tokens)
         with open(file, "a", encoding="utf-8") as out:
@@ -136,8 +143,8 @@ def answer_line(prompt: Sequence[int], response: Sequence[int]) -> str:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """logits (B, V) -> the token (B,) of the highest in each row."""
-    return logits.max(-1).indices  # `argmax` takes five times as long on a CPU in bfloat16
+    """logits (B, V) -> the token (B,) with the highest logit in each row."""
+    return logits.max(-1).indices  # in bfloat16 on a CPU, `argmax` takes five times as long
 
 
 @torch.no_grad()
@@ -148,27 +155,27 @@ def continue_batch(
     limit: int,
     choose: Callable[[Tensor], Tensor] = likeliest,
 ) -> list[list[int]]:
-    """Up to `limit` tokens after each of a batch of prompts, a token of `stop` included where one ended it.
+    """Up to `limit` tokens after each of B prompts; a response that a token of `stop` ended includes that token.
 
-    Prompts are padded on the left: rotary positions are relative, so one position a column serves every row. Rows that
-    have ended leave the batch when a quarter of it has.
+    Prompts are padded on the left. Rotary positions are relative, so one position for each column serves all rows. Rows
+    that have ended leave the batch as soon as they are a quarter of it.
 
     choose: logits (B, V) -> tokens (B,)
     """
     device, width = target.device, max(map(len, prompts))
     padded = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
-    first = torch.tensor([width - len(p) for p in prompts], device=device)  # (B,) the first real column
+    first = torch.tensor([width - len(p) for p in prompts], device=device)  # (B,) the first column that is not padding
     cache = KVCache(target.config, width + limit, target.dtype, device, len(prompts))
     columns = torch.arange(width + limit, device=device)
     visible = columns >= first[:, None, None, None]  # (B, 1, 1, S)
-    own = torch.eye(width, dtype=torch.bool, device=device)  # a padding row sees itself, or its softmax is over nothing
+    own = torch.eye(width, dtype=torch.bool, device=device)  # padding sees itself: a softmax needs something
     causal = columns[:width, None] >= columns[:width]
     mask = visible[..., :width] & causal | own
     hidden, _ = target(padded, cache, Window(columns[:width], columns[:width], mask, width))
     responses, alive = [[] for _ in prompts], list(range(len(prompts)))
     for live in range(width + 1, width + limit + 1):
         tokens = choose(target.logits(hidden[:, -1]))
-        kept = []  # rows of the batch that go on
+        kept = []  # rows of the batch that have not ended
         for row, token in enumerate(tokens.tolist()):
             if alive[row] is None:
                 continue
@@ -191,12 +198,12 @@ def continue_batch(
 
 @dataclass(frozen=True)
 class Reading:
-    """What the target computed while reading prompt and response, T tokens of which the last n are the response.
+    """What the target computed as it read the T tokens of prompt and response.
 
     Attributes:
         features: (T, F) bfloat16, outputs of the tap layers
-        label_ids: (n, K) int32, the K tokens that the target found most probable at each response position
-        label_probs: (n, K) float16, their probabilities
+        label_ids: (response, labels) int32, the tokens that the target found most probable at each response position
+        label_probs: (response, labels) float16, their probabilities
     """
 
     features: Tensor
@@ -205,9 +212,9 @@ class Reading:
 
 
 class ReadingCache:
-    """Readings of one target, computed when first asked for and then kept, one file each.
+    """Readings by one target, each computed when it is first asked for and then kept in a file.
 
-    `identity` names what a reading depends on besides its tokens and the taps: the target.
+    `identity` names the target, on which a reading depends besides its tokens and the taps.
     """
 
     def __init__(self, directory: str | Path, target: Target, taps: Sequence[int], identity: str):
@@ -216,7 +223,7 @@ class ReadingCache:
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def path(self, example: Example) -> Path:
-        """Where the reading of `example` is kept."""
+        """The file that keeps the reading of `example`."""
         key = f"{self.identity} {len(example.prompt)} {example.tokens}"
         return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.safetensors"
 
@@ -224,7 +231,7 @@ class ReadingCache:
         return self.path(example).exists()
 
     def get(self, example: Example) -> Reading:
-        """The reading of `example`, on the CPU."""
+        """The reading of `example`, on the CPU. Raises as `save_tensors`."""
         if example not in self:
             reading = read(self.target, example, self.taps)
             save_tensors(self.path(example), vars(reading))
@@ -234,23 +241,23 @@ class ReadingCache:
 
 @torch.no_grad()
 def read(target: Target, example: Example, taps: Sequence[int]) -> Reading:
-    """One pass of the target over prompt and response."""
+    """One pass of the target over prompt and response, its results brought to the CPU."""
     hidden, features = target.read(example.tokens, taps)
     rows = hidden[len(example.prompt) - 1 : -1]  # the row before a position predicts it
     top = torch.softmax(target.logits(rows).float(), -1).topk(min(LABELS, target.vocab_size))
     return Reading(features.bfloat16().cpu(), top.indices.int().cpu(), top.values.half().cpu())
 
 
-# ---- what a step sees ----
+# ---- batches ----
 
 
 @dataclass(frozen=True)
 class LossHead:
-    """The LM head's rows of the tokens that the loss knows.
+    """The LM head's rows for those tokens that the loss runs over.
 
     Attributes:
         weight: (V', H) frozen
-        row: (V,) int64, a token's row in `weight`, -1 where it has none
+        row: (V,) int64, each token's row in `weight`, or -1
     """
 
     weight: Tensor
@@ -267,13 +274,14 @@ class LossHead:
 
 @dataclass(frozen=True)
 class Batch:
-    """Blocks of one step.
+    """The blocks of one step.
 
     Attributes:
-        features: (B, T, F), zero after a sequence's end
-        roots, anchors: (B, A) token id and position of each block's root
-        labels, shares: (B, A, L, K + 1) rows of the loss head and their shares of the label
-        weights: (B, A, L), 0 past the end of an answer
+        features: (B, T, F) bfloat16, 0 after a sequence's end
+        roots, anchors: (B, anchors) int64, token id and position of each block's root
+        labels: (B, anchors, L, labels + 1) int64, rows of the loss head; the last is the token that came
+        shares: (B, anchors, L, labels + 1), the share of each in the label
+        weights: (B, anchors, L), 0 past the end of an answer
     """
 
     features: Tensor
@@ -285,18 +293,18 @@ class Batch:
 
 
 def make_batch(items: Sequence[tuple[Example, Reading, Tensor]], depth: int, head: LossHead, device) -> Batch:
-    """Blocks at `places` (A,), indices into the response, of each (example, reading, places)."""
+    """Of each (example, reading, places), the blocks with roots at `places` (anchors,) of the response."""
     length = max(len(example.prompt) + int(places.max()) for example, _, places in items)
     length = -(-length // PAD) * PAD
     columns = {name: [] for name in ("features", "roots", "anchors", "labels", "shares", "weights")}
     for example, reading, places in items:
         response = torch.tensor(example.response)
-        soft_rows = head.row[reading.label_ids.long()]  # (n, K)
+        soft_rows = head.row[reading.label_ids.long()]  # (response, labels)
         soft = reading.label_probs.float() * (soft_rows >= 0)
         soft *= (1 - HARD) / soft.sum(-1, keepdim=True).clamp_min(1e-6)
         rows = torch.cat((soft_rows.clamp_min(0), head.row[response][:, None]), -1)
         shares = torch.cat((soft, 1 - soft.sum(-1, keepdim=True)), -1)
-        ahead = places[:, None] + torch.arange(1, depth + 1)  # (A, L)
+        ahead = places[:, None] + torch.arange(1, depth + 1)  # (anchors, L)
         inside = ahead < len(response)
         ahead = ahead.clamp_max(len(response) - 1)
         known = reading.features[:length]
@@ -312,22 +320,22 @@ def make_batch(items: Sequence[tuple[Example, Reading, Tensor]], depth: int, hea
 class Sampler:
     """Draws sequences and anchors.
 
-    Domains are drawn by the square root of their size: a large one does not drown the others, nor is a small one learnt
-    by heart. The anchors of a sequence are dealt from a shuffled deck, so that none comes twice before all came once.
-    Sequences that are read already are drawn from, and one more joins at every step: training does not wait until all
-    are read, nor learns a few by heart.
+    A domain is drawn in proportion to the square root of its size, so that a large one does not drown the others and a
+    small one is not learnt by heart. The anchors of a sequence are dealt from a shuffled deck, so that none comes twice
+    before all have come once. Only sequences that have been read are drawn, and one more is read at every step, so that
+    training need not wait until all are read, and does not learn a few by heart.
     """
 
     def __init__(self, examples: list[Example], cache: ReadingCache):
         self.examples, self.cache = examples, cache
         self.waiting = list(range(len(examples)))  # numbers of examples without a reading
-        self.pool: dict[str, list[int]] = {}  # numbers of those with one, by domain
-        self.decks: dict[str, list[int]] = {}  # places left to deal, by the name of the reading
+        self.pool: dict[str, list[int]] = {}  # numbers of examples with a reading, by domain
+        self.decks: dict[str, list[int]] = {}  # places left to deal, by the name of the reading's file
         self.random = random.Random(0)
         self.adopt()
 
     def adopt(self) -> None:
-        """Let every sequence join whose reading is on disk."""
+        """Add every sequence whose reading is on disk to the pool."""
         ready = [number for number in self.waiting if self.examples[number] in self.cache]
         for number in ready:
             self._join(number)
@@ -337,7 +345,8 @@ class Sampler:
         self.pool.setdefault(self.examples[number].domain, []).append(number)
 
     def draw(self, sequences: int, anchors: int) -> list[tuple[Example, Reading, Tensor]]:
-        """Each drawn sequence with its reading and `anchors` places (A,) in its response."""
+        """As many sequences, each with its reading and places (anchors,) in its response. Raises as
+        `ReadingCache.get`."""
         if self.waiting:
             self.cache.get(self.examples[self.waiting[0]])
             self._join(self.waiting[0])
@@ -349,22 +358,24 @@ class Sampler:
         example = self.examples[number]
         deck = self.decks.setdefault(self.cache.path(example).stem, [])
         while len(deck) < anchors:
-            fresh = list(range(len(example.response) - 1))  # the last token has none after it
+            fresh = list(range(len(example.response) - 1))  # after the last token comes none
             self.random.shuffle(fresh)
             deck[:0] = fresh
         return example, self.cache.get(example), torch.tensor([deck.pop() for _ in range(anchors)])
 
     def state(self) -> dict:
-        """What a checkpoint keeps; the pool is found on disk again."""
+        """What a checkpoint keeps of it; the pool is found on disk again."""
         return {"decks": self.decks, "random": self.random.getstate()}
 
     def load_state(self, state: dict) -> None:
+        """Go on from what `state` gave."""
         self.decks = state["decks"]
         version, numbers, gauss = state["random"]
         self.random.setstate((version, tuple(numbers), gauss))
 
 
 def by_domain(examples: list[Example]) -> dict[str, list[Example]]:
+    """The examples of each domain, in their order."""
     groups: dict[str, list[Example]] = {}
     for example in examples:
         groups.setdefault(example.domain, []).append(example)
@@ -372,12 +383,12 @@ def by_domain(examples: list[Example]) -> dict[str, list[Example]]:
 
 
 def digest(*values) -> str:
-    """Names values by a few letters, the same in every run."""
+    """A name of 20 hexadecimal digits for these values, the same in every run."""
     return hashlib.sha256(repr(values).encode()).hexdigest()[:20]
 
 
 def interleave(examples: list[Example]) -> list[Example]:
-    """A fixed shuffle in which every stretch holds all domains in proportion."""
+    """The examples in a fixed shuffled order, any stretch of which holds all domains in proportion."""
     placed = []
     for group in by_domain(examples).values():
         random.Random(0).shuffle(group)
@@ -386,9 +397,9 @@ def interleave(examples: list[Example]) -> list[Example]:
 
 
 def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and those of `held_out` prompts of each domain to validate on.
+    """Examples to train on, and the examples of `held_out` prompts of each domain to validate on.
 
-    The prompts decide, not their order: where more of them join, nothing moves from training to validation.
+    The prompts themselves decide, not their order, so that none moves from training to validation when others join.
     """
     ordered, apart = interleave(examples), set()
     for group in by_domain(examples).values():

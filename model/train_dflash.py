@@ -1,16 +1,17 @@
 """Train a DFlash head for a target: python -m model.train_dflash --target T --own-prompts N --out DIR
 
-The target answers the prompts, and the head learns to draft these answers: given the tap features before a position
-and the token at it (the root), the L tokens after it. Every position of an answer is such an anchor, and one pass
-trains many of them (model/train_head.py).
+The target answers the prompts, and the head learns to draft these answers: from the tap features before a position
+and the token at it (the root), it drafts the L tokens after it. Every position of an answer is such an anchor, and one
+pass trains many of them (model/train_head.py).
 
-The loss at depth j weighs DECAY^(j-1), since a later token counts only if all before it were accepted. Embedding and
-LM head are the target's and stay as they are. Progress is R, the tokens a round, on answers that are held out.
+The loss at depth j has weight DECAY^(j-1), since a later token counts only if all before it were accepted. Embedding
+and LM head are the target's and stay as they are. Progress is measured by R, the tokens a round commits, on held-out
+answers.
 
-Everything lies in `DIR.training` as it comes (answers, features, checkpoint), so the same command goes on where a
-killed run was. DIR gets the best head so far in the published format, with a model card. Products run in bfloat16
-where the machine does these faster (any GPU, a CPU with matrix units), else in float32; weights, sums and the
-optimizer stay in float32. On a GPU the pass is compiled. It trains no target.
+Answers, readings and checkpoint are kept in `DIR.training` as they come, so the same command goes on where a killed run
+stopped. DIR holds the best head so far, in the published format, with a model card. Products run in bfloat16 where the
+machine is faster at it (any GPU, a CPU with matrix units), else in float32; weights, sums and the optimizer stay in
+float32. On a GPU the pass is compiled. The target is never trained.
 """
 
 from minicast.program import Parser, at_least, each_once, number, start
@@ -59,26 +60,30 @@ from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_co
 from model.train_prompts import own_prompts, template_prompts
 from model.transformer import Target
 
-BATCH = {"cpu": (4, 32), "cuda": (32, 32)}  # a step's sequences, and blocks of each
-WARMUP, FLOOR = 0.03, 0.02  # of the budget; of the rate
-BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
-VALIDATE_MINUTES, SAVE_MINUTES = 6.0, 2.0
-WIDTH = 15  # of the tree whose R is told
-OWN = "own-words"  # the domain of prompts that the target wrote
+BATCH = {"cpu": (4, 32), "cuda": (32, 32)}  # sequences in a step, and blocks of each
+WARMUP = 0.03  # share of the budget over which the learning rate rises
+FLOOR = 0.02  # share of the peak rate at which it begins and ends
+BETAS = (0.9, 0.98)  # AdamW's decay of its running means of the gradient and its square
+WEIGHT_DECAY = 0.01  # AdamW's, of matrices only
+CLIP = 1.0  # largest norm of a step's gradient
+VALIDATE_MINUTES = 6.0  # between validations, or a quarter of a shorter budget
+SAVE_MINUTES = 2.0  # between checkpoints
+WIDTH = 15  # N of the tree whose R is reported
+OWN = "own-words"  # the domain of the prompts that the target wrote
 
 
 @dataclass
-class Progress:
-    """How far a run is.
+class RunState:
+    """How far a run has come.
 
     Attributes:
-        step: updates made
-        seconds: of training and validation, over all starts of the run; the main thread's own CPU time, so that a
-            machine that is suspended or busy with something else does not use up the schedule
-        predicted: tokens that the loss was taken over
+        step: number of updates made
+        seconds: spent on training and validation since the run first began; the main thread's own CPU time, so that a
+            machine that is suspended or busy with other work does not use up the budget
+        predicted: number of tokens in the loss so far
         best: highest held-out R of the tree so far
-        held_out: a digest of the prompts that are held out: R of others compares with none of these
-        curve: one entry a validation: minutes, steps, predicted, and R by domain and method
+        held_out: digest of the held-out prompts; with others, R cannot be compared
+        curve: for each validation its minutes, steps and predicted, and R by domain and method
     """
 
     step: int = 0
@@ -96,18 +101,27 @@ class Trainer:
         self,
         draft: DraftHead,
         target: Target,
-        head: LossHead,
+        *,
+        loss_head: LossHead,
         sampler: Sampler,
         held_out: list[Example],
         out: Path,
         minutes: float,
         rate: float,
-        name: str,
+        target_name: str,
     ):
-        self.name = name  # of the target
-        self.draft, self.target, self.head, self.sampler, self.held_out = draft, target, head, sampler, held_out
-        self.out, self.budget, self.rate = out, minutes * 60, rate
-        self.progress = Progress()
+        """Args:
+            loss_head: the target's LM head, as the loss uses it
+            sampler: draws the examples to train on
+            held_out: examples to validate on
+            out: where the best head goes
+            minutes: the budget
+            rate: peak learning rate
+            target_name: what the model card calls the target
+        """
+        self.draft, self.target, self.loss_head, self.target_name = draft, target, loss_head, target_name
+        self.sampler, self.held_out, self.out, self.budget, self.rate = sampler, held_out, out, minutes * 60, rate
+        self.state = RunState()
         counts = Counter(token for example in sampler.examples for token in example.response)
         self.frequent = [token for token, _ in counts.most_common()]
         draft.requires_grad_(True)
@@ -122,27 +136,29 @@ class Trainer:
 
     @property
     def checkpoint(self) -> Path:
+        """The file that `save` writes."""
         return checkpoint_of(self.out)
 
     @property
     def weights(self) -> Path:
+        """The file of the best head's weights."""
         return self.out / "model.safetensors"
 
     def learning_rate(self) -> float:
-        """Warm-up, then a cosine down to FLOOR; both go by the share of the budget that is used."""
-        part = min(self.progress.seconds / self.budget, 1.0)
+        """Of the next step: a linear rise times a cosine down to FLOOR, both by the share of the budget used."""
+        part = min(self.state.seconds / self.budget, 1.0)
         cosine = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * part)) / 2
-        return self.rate * cosine * min(1.0, 0.02 + part / WARMUP)
+        return self.rate * cosine * min(1.0, FLOOR + part / WARMUP)
 
     def step(self) -> tuple[float, float]:
-        """One update. -> loss a token, and R of the chain on this step's blocks."""
+        """One update. -> the weighted mean loss of a token, and R of the chain on this step's blocks."""
         depth = self.draft.block_size - 1
-        batch = make_batch(self.sampler.draw(*self.batch), depth, self.head, self.target.device)
+        batch = make_batch(self.sampler.draw(*self.batch), depth, self.loss_head, self.target.device)
         weights = batch.weights / batch.weights.sum()
         with self.autocast:
             states = self.block_states(self.draft, self.target, batch.features, batch.roots, batch.anchors)
             rows = (part.flatten(0, 2) for part in (batch.labels, batch.shares, weights))
-            loss, top = SoftCrossEntropy.apply(states.flatten(0, 2), self.head.weight, *rows)
+            loss, top = SoftCrossEntropy.apply(states.flatten(0, 2), self.loss_head.weight, *rows)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
@@ -150,13 +166,13 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), CLIP)
         self.optimizer.step()
         real = batch.weights > 0
-        self.progress.step += 1
-        self.progress.predicted += int(real.sum())
+        self.state.step += 1
+        self.state.predicted += int(real.sum())
         hits = (top.view_as(real) == batch.labels[..., -1]) & real
         return loss.item(), 1 + hits.cumprod(-1).sum(-1).float().mean().item()
 
     def validate(self) -> None:
-        """Held-out R of chain and tree, by domain and in all; the best head so far goes to `out`."""
+        """Measure R of chain and tree on the held-out answers, by domain and over all; save a head that is the best."""
         lengths: dict[str, dict[str, list[int]]] = {EVERYTHING: {"chain": [], "tree": []}}
         for example in self.held_out:
             with self.autocast:
@@ -166,95 +182,95 @@ class Trainer:
                 own[method] += values
                 lengths[EVERYTHING][method] += values
         R = {domain: {m: sum(v) / len(v) for m, v in methods.items()} for domain, methods in lengths.items()}
-        progress = self.progress
-        minutes = round(progress.seconds / 60, 1)
-        progress.curve.append({"minutes": minutes, "steps": progress.step, "predicted": progress.predicted, "R": R})
+        state = self.state
+        minutes = round(state.seconds / 60, 1)
+        state.curve.append({"minutes": minutes, "steps": state.step, "predicted": state.predicted, "R": R})
         self.out.mkdir(parents=True, exist_ok=True)
-        if R[EVERYTHING]["tree"] > progress.best or not self.weights.exists():
-            progress.best = R[EVERYTHING]["tree"]
+        if R[EVERYTHING]["tree"] > state.best or not self.weights.exists():
+            state.best = R[EVERYTHING]["tree"]
             save_head(self.draft, self.out, self.frequent)
         write_atomically(self.out / "README.md", model_card(self))
         told = ", ".join(f"{domain} {r['chain']:.2f} / {r['tree']:.2f}" for domain, r in R.items())
-        tell(f"minute {minutes}, {progress.predicted} tokens predicted, R of chain / tree: {told}")
+        tell(f"minute {minutes}, {state.predicted} tokens predicted, R of chain / tree: {told}")
 
     def shape(self) -> str:
-        """What of the head a run must share with the checkpoint that it goes on from."""
+        """In words, what the head must have in common with the checkpoint that it goes on from."""
         config = self.draft.config
         sizes, taps = f"{config.hidden} and {config.intermediate}", ", ".join(map(str, config.taps))
         return f"{config.layers} layers of {sizes}, block {config.block_size}, taps {taps}"
 
     def save(self) -> None:
-        """Write the checkpoint."""
-        state = {
+        """Write the checkpoint. UserError where it cannot be written."""
+        kept = {
             "shape": self.shape(),
-            "mask_token_id": self.draft.mask_token_id,  # files that join later may hold it, and it stays
+            "mask_token_id": self.draft.mask_token_id,  # stays, even if files that join later hold it
             "draft": self.draft.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "sampler": self.sampler.state(),
-            "progress": dataclasses.asdict(self.progress),
+            "progress": dataclasses.asdict(self.state),
         }
         try:
-            write_atomically(self.checkpoint, lambda path: torch.save(state, path))
-        except RuntimeError as error:  # a full disk, to torch
+            write_atomically(self.checkpoint, lambda path: torch.save(kept, path))
+        except RuntimeError as error:  # as torch reports a full disk
             reason = str(error).partition("\n")[0]
             raise UserError(f"cannot write {self.checkpoint}: {reason}") from error
 
     def resume(self) -> None:
-        """Go on from the checkpoint, if there is one. UsageError where it is of another head."""
+        """Go on from the checkpoint if there is one. UsageError if it is of another head, UserError if damaged."""
         if not self.checkpoint.exists():
             return
         way_out = f"to begin anew, delete {self.checkpoint} and move {self.out} away, answers are kept"
         try:
-            state = torch.load(self.checkpoint, map_location=self.target.device, weights_only=True)
-            shape = state["shape"]
+            kept = torch.load(self.checkpoint, map_location=self.target.device, weights_only=True)
+            shape = kept["shape"]
             if shape == self.shape():
-                self.draft.config = dataclasses.replace(self.draft.config, mask_token_id=state["mask_token_id"])
-                self.draft.load_state_dict(state["draft"])
-                self.optimizer.load_state_dict(state["optimizer"])
-                self.sampler.load_state(state["sampler"])
-                self.progress = Progress(**state["progress"])
+                self.draft.config = dataclasses.replace(self.draft.config, mask_token_id=kept["mask_token_id"])
+                self.draft.load_state_dict(kept["draft"])
+                self.optimizer.load_state_dict(kept["optimizer"])
+                self.sampler.load_state(kept["sampler"])
+                self.state = RunState(**kept["progress"])
         except Exception as error:  # a damaged file fails in many ways
             if "memory" in str(error):
                 raise
-            raise UserError(f"{self.checkpoint} is damaged, or of another head: {way_out}") from error
+            raise UserError(f"{self.checkpoint} is damaged: {way_out}") from error
         if shape != self.shape():
             raise UsageError(
                 f"the checkpoint is of a head with {shape}, the flags ask for {self.shape()}: "
                 f"give the same flags again; {way_out}"
             )
-        tell(f"going on at minute {self.progress.seconds / 60:.1f}")
+        tell(f"going on at minute {self.state.seconds / 60:.1f}")
 
     def run(self) -> None:
-        """Train until the budget is used."""
-        progress = self.progress
+        """Train until the budget is used up. UserError where a file cannot be written."""
+        state = self.state
         now = digest(*sorted(example.prompt for example in self.held_out))
-        if progress.held_out != now or not self.weights.exists():  # the run begins, files joined, or the head is gone
-            self.save()  # first: a head without a checkpoint would be taken for somebody else's
-            progress.held_out, progress.best = now, 0.0
+        if state.held_out != now or not self.weights.exists():  # a new run, new files, or no head any more
+            self.save()  # first: a head without a checkpoint is taken for somebody else's
+            state.held_out, state.best = now, 0.0
             self.validate()
         validate_every = min(VALIDATE_MINUTES * 60, self.budget / 4)
-        due, saved = progress.seconds + validate_every, progress.seconds
+        due, saved = state.seconds + validate_every, state.seconds
         means = Means()
-        while progress.seconds < self.budget:
-            began, predicted = time.thread_time(), progress.predicted
+        while state.seconds < self.budget:
+            began, predicted = time.thread_time(), state.predicted
             loss, chain = self.step()
             elapsed = time.thread_time() - began
-            progress.seconds += elapsed
-            means.add(loss=loss, chain=chain, tokens=progress.predicted - predicted, seconds=elapsed)
-            bar(progress.seconds / self.budget, f"step {progress.step}, {means}", self.budget - progress.seconds)
-            if progress.seconds >= min(due, self.budget):
+            state.seconds += elapsed
+            means.add(loss=loss, chain=chain, tokens=state.predicted - predicted, seconds=elapsed)
+            bar(state.seconds / self.budget, f"step {state.step}, {means}", self.budget - state.seconds)
+            if state.seconds >= min(due, self.budget):
                 began = time.thread_time()
                 self.validate()
                 self.sampler.adopt()
                 took = time.thread_time() - began
-                progress.seconds += took
-                due = progress.seconds + max(validate_every, 10 * took)  # not above a tenth of the time
-                saved = -math.inf  # at once: a run that went on from before would take a lesser head for the best
-            if progress.seconds >= min(saved + SAVE_MINUTES * 60, self.budget):
+                state.seconds += took
+                due = state.seconds + max(validate_every, 10 * took)  # at most a tenth of the time
+                saved = -math.inf  # at once: resumed from before, a run would let a worse head replace the best
+            if state.seconds >= min(saved + SAVE_MINUTES * 60, self.budget):
                 self.save()
-                saved = progress.seconds
+                saved = state.seconds
                 if not sys.stderr.isatty():
-                    tell(f"minute {saved / 60:.1f}, step {progress.step}, {means}")
+                    tell(f"minute {saved / 60:.1f}, step {state.step}, {means}")
         tell(f"done: the best head is in {self.out}; try it with run.py --draft-model {self.out}")
 
 
@@ -263,14 +279,14 @@ class Trainer:
 
 @torch.no_grad()
 def replay(draft: DraftHead, target: Target, example: Example, reading: Reading) -> dict[str, list[int]]:
-    """Tokens of each round if the decoder wrote the answer `example` again with this head: chain, and best tree.
+    """The rounds in which the decoder would write this answer with this head: {"chain": [R, …], "tree": [R, …]}.
 
-    Greedy decoding writes this answer whatever is drafted, so acceptance follows from the drafts alone and the target
-    need not run. -> {"chain": round lengths, "tree": round lengths}
+    Greedy decoding writes the same answer whatever is drafted, so the drafts alone decide what is accepted, and the
+    target need not run.
     """
     response, depth = example.response, draft.block_size - 1
     states = all_states(draft, target, example, reading)
-    drafts: dict[int, Tensor] = {}  # log q (L, V) by place: chain and tree meet at most of them
+    drafts: dict[int, Tensor] = {}  # log q (L, V) by place: chain and tree have most places in common
     rounds = {"chain": [], "tree": []}
     for method, lengths in rounds.items():
         place = 0
@@ -286,7 +302,7 @@ def replay(draft: DraftHead, target: Target, example: Example, reading: Reading)
 
 
 def all_states(draft: DraftHead, target: Target, example: Example, reading: Reading) -> Tensor:
-    """Draft states (n - 1, L, H) at every place of the answer but the last, after which nothing comes."""
+    """Draft states (response - 1, L, H) at every place of the answer but the last, after which nothing comes."""
     roots = torch.tensor([example.response[:-1]], device=target.device)
     anchors = torch.arange(roots.shape[1], device=target.device)[None] + len(example.prompt)
     features = reading.features[None].to(target.device)
@@ -294,16 +310,17 @@ def all_states(draft: DraftHead, target: Target, example: Example, reading: Read
     return torch.cat([block_states(draft, target, features, *part)[0] for part in parts])
 
 
-# ---- what is told ----
+# ---- reports ----
 
 
 class Means:
-    """Running means over about the last fifty steps."""
+    """Running means over about the last 50 steps."""
 
     def __init__(self):
         self.values: dict[str, float] = {}
 
     def add(self, **values: float) -> None:
+        """Take in one step's values, by name."""
         for name, value in values.items():
             self.values[name] = value + 0.98 * (self.values.get(name, value) - value)
 
@@ -313,36 +330,36 @@ class Means:
 
 
 def bar(done: float, text: str, seconds_left: float | None = None) -> None:
-    """A progress bar, where standard error is a terminal."""
+    """Draw a progress bar if standard error is a terminal. done: from 0 to 1"""
     if sys.stderr.isatty():
         left = "" if seconds_left is None else f", {seconds_left / 60:.0f} min left"
         print(f"\r\x1b[K{'█' * round(20 * done):·<20} {text}{left}", end="", file=sys.stderr, flush=True)
 
 
 def tell(line: str) -> None:
-    """A line that stays; it takes the bar's place."""
+    """Print a line in place of the bar."""
     print(f"\r\x1b[K{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
 def model_card(trainer: Trainer) -> str:
-    """What anybody who runs the head should know."""
-    config, progress = trainer.draft.config, trainer.progress
+    """The head's README: what it is, how it was trained, and R as training went on."""
+    config, state = trainer.draft.config, trainer.state
     parameters = sum(p.numel() for p in trainer.draft.parameters()) / 1e6
     hardware, (sequences, anchors) = device_name(trainer.target.device), trainer.batch
-    domains = list(progress.curve[-1]["R"])
+    domains = list(state.curve[-1]["R"])
     rows = []
-    for entry in progress.curve:
-        told = (entry["R"].get(domain) for domain in domains)  # files may join later
+    for entry in state.curve:
+        told = (entry["R"].get(domain) for domain in domains)  # none of a file that joined later
         R = (f"{r['chain']:.2f} / {r['tree']:.2f}" if r else "" for r in told)
         rows.append(f"| {entry['minutes']} | {entry['steps']} | {entry['predicted']} | {' | '.join(R)} |")
     return "\n".join([
         f"# {trainer.out.name}",
         "",
-        f"A DFlash head for {trainer.name}: {config.layers} layers, block {config.block_size},"
+        f"A DFlash head for {trainer.target_name}: {config.layers} layers, block {config.block_size},"
         f" {parameters:.1f}M parameters, reads the outputs of target layers {', '.join(map(str, config.taps))}.",
         "",
-        f"Trained by `python -m model.train_dflash` for {round(progress.seconds / 60, 1):g} minutes on {hardware}:"
-        f" {progress.step} steps of {sequences} × {anchors} blocks, {progress.predicted} predicted tokens, from"
+        f"Trained by `python -m model.train_dflash` for {round(state.seconds / 60, 1):g} minutes on {hardware}:"
+        f" {state.step} steps of {sequences} × {anchors} blocks, {state.predicted} predicted tokens, from"
         f" {len(trainer.sampler.examples)} greedy answers of the target.",
         "",
         f"R (tokens a round) on {len(trainer.held_out)} held-out answers, greedy, chain / tree of {WIDTH} nodes:",
@@ -358,16 +375,21 @@ def model_card(trainer: Trainer) -> str:
 
 
 def work_directory(out: Path) -> Path:
-    """Where answers, readings and checkpoint lie."""
+    """The directory of answers, readings and checkpoint."""
     return out.with_name(out.name + ".training")
 
 
 def checkpoint_of(out: Path) -> Path:
+    """The checkpoint of the run that trains the head in `out`."""
     return work_directory(out) / "checkpoint.pt"
 
 
 def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], list[Example]]:
-    """The given prompts by domain, and the given responses."""
+    """The given prompts by domain, and the given responses.
+
+    UsageError for none, for fewer than are held out, for a file that does not exist, and for a name that no domain may
+    have; UserError for a file that cannot be read.
+    """
     prompts: dict[str, list[str]] = {}
     for file in (*arguments.prompts, *arguments.responses):
         domain_name(file.stem, file)
@@ -379,7 +401,8 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], li
     responses = [example for file in arguments.responses for example in read_responses(file)]
     if not any(prompts.values()) and not responses and not arguments.own_prompts:
         raise UsageError("nothing to learn from: give --prompts, --own-prompts, --templates or --responses")
-    counts = Counter(example.domain for example in responses) + Counter({name: len(texts) for name, texts in prompts.items()})
+    counts = Counter(example.domain for example in responses)
+    counts.update({name: len(texts) for name, texts in prompts.items()})
     counts[OWN] += arguments.own_prompts
     if max(counts.values()) <= arguments.held_out:  # known before hours of answering
         held_out_of = f"{arguments.held_out} of each file held out"
@@ -390,8 +413,12 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[dict[str, list[str]], li
 def gather_answers(
     target: Target, arguments: argparse.Namespace, prompts: dict[str, list[str]], responses: list[Example]
 ) -> list[Example]:
-    """The given responses, and the target's answers to the given prompts, which are written first."""
-    for example in responses:  # those of `answer` are the target's own
+    """The given responses, and the target's answers to the given prompts, which are written first.
+
+    UsageError where the work directory is of a run with other settings. UserError for responses that are not of the
+    target's vocabulary, where nothing is left to learn from, and as `load_tokenizer`, `own_prompts` and `answer`.
+    """
+    for example in responses:  # what `answer` writes needs no check
         if not example.prompt or not all(0 <= token < target.vocab_size for token in example.tokens):
             what = f"ids of the target's vocabulary of {target.vocab_size}"
             raise UserError(f"{example.domain}: every answer must be {what}, after a prompt of at least one")
@@ -399,7 +426,8 @@ def gather_answers(
     if prompts or arguments.own_prompts:
         tokenizer = load_tokenizer(arguments.target)
     settings = {"target": arguments.target, "max_new_tokens": arguments.max_new_tokens}
-    begun = {"init": arguments.init, "held_out": arguments.held_out}  # free without a checkpoint: answers stay
+    # These may change while there is no checkpoint: answers do not depend on them.
+    begun = {"init": arguments.init, "held_out": arguments.held_out}
     claim(work, settings | begun if checkpoint_of(arguments.out).exists() else settings, begun)
     if count := arguments.own_prompts:
         written = lambda done, total: bar(done / total, f"{done} of {total} prompts in the target's own words")
@@ -423,12 +451,13 @@ def gather_answers(
 
 
 def faster_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 or float32, whichever multiplies matrices faster on `device`, by a trial of a few milliseconds."""
+    """bfloat16 or float32, whichever `device` multiplies matrices in faster; a CPU is timed for a few milliseconds."""
     if device.type == "cuda":
         return torch.bfloat16
 
     def seconds(dtype: torch.dtype) -> float:
-        x, w = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)  # small: some emulate bfloat16 slowly
+        # Small ones: some CPUs emulate bfloat16, slowly.
+        x, w = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
         times = []
         for _ in range(5):
             began = time.perf_counter()
@@ -440,7 +469,8 @@ def faster_dtype(device: torch.device) -> torch.dtype:
 
 
 def unused_token(examples: list[Example], vocab_size: int) -> int:
-    """The lowest token id that no text here holds: it stands for a position to be drafted."""
+    """The lowest token id that occurs in none of the examples, to stand for a position to be drafted. UserError where
+    all occur."""
     used = {token for example in examples for token in example.tokens}
     unused = next((token for token in range(vocab_size) if token not in used), None)
     if unused is None:
@@ -449,7 +479,7 @@ def unused_token(examples: list[Example], vocab_size: int) -> int:
 
 
 def check_free(out: Path) -> None:
-    """UsageError where `out` holds a head, or a card, that is of no run which could go on."""
+    """UsageError where `out` holds a head or a card, and there is no run to go on with."""
     if checkpoint_of(out).exists():
         return
     for name in ("model.safetensors", "config.json", "README.md"):
@@ -458,7 +488,7 @@ def check_free(out: Path) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Trainer:
-    """Everything up to the first step."""
+    """Do everything up to the first step. UsageError or UserError for whatever the flags or files get wrong."""
     if not arguments.out.name:
         raise UsageError(f"--out {arguments.out}: give the directory a name of its own")
     check_directory(arguments.out, "--out")
@@ -470,7 +500,7 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
     given = read_inputs(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = load_target(arguments.target, faster_dtype(device), device, pack=False)
-    # Packing drops the plain weights: what training needs of them is taken first.
+    # Packing drops the plain weights, so what training needs of them is taken first.
     lm_head = target.lm_head.weight.detach()
     if arguments.init is not None:
         draft = loaded_head(arguments.init, target)
@@ -486,35 +516,40 @@ def prepare(arguments: argparse.Namespace) -> Trainer:
     if not train:
         held_out_of = f"{arguments.held_out} of each file held out: see --held-out"
         raise UserError(f"{len(examples)} answers are too few with {held_out_of}")
-    head = LossHead.of(lm_head, {token for example in train for token in example.response})
+    loss_head = LossHead.of(lm_head, {token for example in train for token in example.response})
     readings = ReadingCache(work_directory(arguments.out) / "readings", target, draft.taps, arguments.target)
-    sampler = Sampler(train, readings)
-    budget = {"minutes": arguments.minutes, "rate": arguments.rate}
-    return Trainer(draft, target, head, sampler, held_out, arguments.out, **budget, name=arguments.target)
+    return Trainer(
+        draft, target, loss_head=loss_head, sampler=Sampler(train, readings), held_out=held_out, out=arguments.out,
+        minutes=arguments.minutes, rate=arguments.rate, target_name=arguments.target,
+    )
 
 
 def flags() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = Parser(prog="python -m model.train_dflash", description="Train a DFlash head.")
     minutes = number("a number above 0", lambda value: 0 < value < math.inf)
     block = number(f"a whole number from 2 to {MAX_WIDTH + 1}", lambda value: 2 <= value <= MAX_WIDTH + 1, int)
     rate = number("a number above 0 and below 1", lambda value: 0 < value < 1)
     parser.add_argument("--target", required=True, help="directory, hub id or known pair's name")
-    parser.add_argument("--prompts", nargs="+", type=Path, default=[], help="JSONL files; the target answers them first")
+    parser.add_argument("--prompts", nargs="+", type=Path, default=[],
+                        help="JSONL files of prompts, which the target answers first")
     parser.add_argument("--own-prompts", type=at_least(0), default=0, metavar="N",
                         help="prompts in the target's own words, of a chat model")
-    parser.add_argument("--templates", type=at_least(0), default=0, help="prompts from each of the built-in template sets")
-    parser.add_argument("--responses", nargs="+", type=Path, default=[], help="JSONL files of [prompt ids, response ids]")
+    parser.add_argument("--templates", type=at_least(0), default=0, metavar="N",
+                        help="prompts from each of the built-in sets of templates")
+    parser.add_argument("--responses", nargs="+", type=Path, default=[],
+                        help="JSONL files of [prompt ids, response ids]")
     parser.add_argument("--out", type=Path, required=True, help="the head's directory; OUT.training holds the rest")
     parser.add_argument("--minutes", type=minutes, default=60.0,
-                        help="of training; answering the prompts comes on top; default: %(default)g")
+                        help="of training, not counting the answering of prompts; default: %(default)g")
     parser.add_argument("--init", help="a head to go on from; default: start at the target's last layers")
     parser.add_argument("--layers", type=at_least(1), default=3, help="of the head; default: %(default)s")
     parser.add_argument("--block", type=block, default=8,
                         help="positions drafted in one pass, the root's included; default: %(default)s")
     parser.add_argument("--taps", type=each_once(0), default=[], metavar="I,I,...",
-                        help="target layers that it reads, 0 the first; default: five, evenly spread")
+                        help="target layers that the head reads, from 0; default: five, evenly spread")
     parser.add_argument("--rate", type=rate, default=1.2e-3,
-                        help="peak learning rate; default: %(default)s, for --init give about half")
+                        help="peak learning rate; with --init, give about half of the default, %(default)s")
     parser.add_argument("--max-new-tokens", type=at_least(2), default=160, help="of each answer; default: %(default)s")
     parser.add_argument("--held-out", type=at_least(1), default=8,
                         help="answers of each file kept for validation; default: %(default)s")
@@ -522,12 +557,13 @@ def flags() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the flags, prepare, train."""
+    """Read the flags and train. -> the exit code"""
     arguments = flags().parse_args(argv)
     return guarded("train_dflash", lambda: train(arguments), "the same command goes on with what it has kept")
 
 
 def train(arguments: argparse.Namespace) -> int:
+    """Prepare, go on from a checkpoint if there is one, and train. -> 0"""
     trainer = prepare(arguments)
     trainer.resume()
     trainer.run()

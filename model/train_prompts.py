@@ -1,10 +1,10 @@
-"""Prompts where no collection has them: from templates, and in the target's own words. The target answers them."""
+"""Prompts to train on without a collection of them: from templates, or written by the target. The target answers them.
+"""
 
 import json
 import random
 import re
 import warnings
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -12,32 +12,35 @@ import torch
 from torch import Tensor
 
 from model.errors import UserError
-from model.files import read_json, write_atomically
+from model.files import Progress, read_json, write_atomically
 from model.tokenizer import Tokenizer
 from model.train_data import continue_batch, read_lines
 from model.transformer import Target
 
-OWN_TOKENS, OWN_TOP_K, OWN_BATCH = 96, 50, 192  # of prompts in the target's own words: length, sampling, at a time
+# Of prompts that the target writes:
+OWN_TOKENS = 96  # longest, in tokens
+OWN_TOP_K = 50  # likeliest tokens that each token is drawn from
+OWN_BATCH = 192  # written at a time
 
 
 @cache
 def template_words() -> dict[str, dict]:
-    """What prompts are made of without a model.
+    """What the prompts from templates are made of.
 
-    templates: by domain. {topic} and the like in them are filled in; other braces are LaTeX and stay.
-    slots: by name, what may be filled in.
-    functions: by signature, what the function does, a call of it, and the call's result.
+    templates: by domain. Slots such as {topic} are filled in; other braces are LaTeX and stay.
+    slots: by name, what may be filled in
+    functions: by signature, what the function does, a call of it, and the call's result
     """
     return read_json(Path(__file__).with_suffix(".json"))
 
 
 def template_prompts(count: int) -> dict[str, list[str]]:
-    """`count` different prompts of each domain of templates, or as many as it has; the same ones at every call."""
+    """By domain, `count` different prompts or as many as its templates give; the same ones at every call."""
     return {domain: filled(domain, templates, count) for domain, templates in template_words()["templates"].items()}
 
 
 def filled(domain: str, templates: list[str], count: int) -> list[str]:
-    """As many different prompts from these templates, which take turns; the domain seeds what is drawn."""
+    """Up to `count` different prompts from these templates, which take turns. The domain's name is the random seed."""
     draw = random.Random(domain)
     prompts: dict[str, None] = {}  # in order
     for number in range(20 * count):
@@ -48,7 +51,7 @@ def filled(domain: str, templates: list[str], count: int) -> list[str]:
 
 
 def fill(template: str, draw: random.Random) -> str:
-    """The template with a drawn value in each slot."""
+    """The template with a random value in each slot."""
     words = template_words()
     slots = words["slots"]
     values = {slot: draw.choice(choices) for slot, choices in slots.items()}
@@ -60,20 +63,24 @@ def fill(template: str, draw: random.Random) -> str:
 
 
 def own_prompts(
-    target: Target, tokenizer: Tokenizer, count: int, file: str | Path, progress: Callable[[int, int], None] | None = None
+    target: Target, tokenizer: Tokenizer, count: int, file: str | Path, progress: Progress | None = None
 ) -> list[str]:
-    """`count` different prompts in the words of the target, written to `file` as they come, a JSON string a line.
+    """`count` different prompts written by the target, added to `file` as they come, one JSON string on a line.
 
-    A chat model has read users, so it can write as one: given the chat template up to where a user's words begin, it
-    goes on with such words (Magpie, arXiv 2406.08464), at temperature 1 among the likeliest OWN_TOP_K tokens. Those
-    that come to no end in OWN_TOKENS tokens are left out. Fewer where a batch brings nothing new, with a warning.
+    A chat model was trained on what users write, so it can write like one: given the chat template up to where a user's
+    words begin, it goes on with such words (Magpie, arXiv 2406.08464). Tokens are drawn at temperature 1 from the
+    likeliest OWN_TOP_K. Prompts that do not end within OWN_TOKENS tokens are left out. If a batch brings nothing new,
+    there are fewer, with a warning.
+
+    progress: counts prompts. Raises as `read_lines`, and UserError for a chat template without words before the user's.
     """
     file, stop, opening = Path(file), set(tokenizer.stop_ids), before_user(tokenizer)
     texts = dict.fromkeys(read_lines(file)) if file.exists() else {}
-    write_atomically(file, "".join(json.dumps(text) + "\n" for text in texts))  # less one that was cut
+    write_atomically(file, "".join(json.dumps(text) + "\n" for text in texts))  # without a line that was cut short
     generator = torch.Generator(target.device).manual_seed(len(texts))
 
     def choose(logits: Tensor) -> Tensor:
+        """logits (B, V) -> tokens (B,) drawn from them."""
         top = logits.float().topk(min(OWN_TOP_K, logits.shape[-1]))
         drawn = top.values.softmax(-1).multinomial(1, generator=generator)
         return top.indices.gather(-1, drawn)[:, 0]
@@ -94,7 +101,7 @@ def own_prompts(
 
 
 def before_user(tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the chat template up to where the user's words begin."""
+    """Token ids of the chat template up to where the user's words begin. UserError where it has nothing there."""
     words = "THE-WORDS-OF-THE-USER"
     opening, found, _ = tokenizer.render_chat(words).partition(words)
     ids = tokenizer.encode_rendered(opening)

@@ -252,6 +252,9 @@ def test_tokens_that_only_other_files_declare(tmp_path):
                   {"added_tokens_decoder": [3]}, {"additional_special_tokens": 3}):
         with pytest.raises(UserError, match="a special token must|lists tokens in an unknown form"):
             save(tmp_path / "wrong", tokenizer, tokenizer_config=wrong)
+    for wrong in ({"<a>": None}, {"<a>": "7"}):
+        with pytest.raises(UserError, match="added_tokens.json must give each token an id"):
+            save(tmp_path / "wrong", tokenizer, tokenizer_config=config, added_tokens=wrong)
 
 
 def test_a_special_token_is_matched_as_its_file_says(tmp_path):

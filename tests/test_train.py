@@ -64,9 +64,9 @@ def small_trainer(tmp_path, target, minutes=1.0, vocab=250) -> Trainer:
     draft = trainable(tmp_path, target)
     cache = ReadingCache(tmp_path / "out.training" / "readings", target, draft.taps, "tiny")
     lm_head = torch.randn(target.vocab_size, target.config.hidden, generator=torch.Generator().manual_seed(0))
-    head = LossHead.of(lm_head, {token for example in examples[2:] for token in example.response})
-    sampler = Sampler(examples[2:], cache)
-    return Trainer(draft, target, head, sampler, examples[:2], tmp_path / "out", minutes, rate=1e-3, name="tiny")
+    loss_head = LossHead.of(lm_head, {token for example in examples[2:] for token in example.response})
+    options = dict(held_out=examples[:2], out=tmp_path / "out", minutes=minutes, rate=1e-3, target_name="tiny")
+    return Trainer(draft, target, loss_head=loss_head, sampler=Sampler(examples[2:], cache), **options)
 
 
 def test_many_anchors_in_one_pass_equal_the_decoders_draft_at_each(tmp_path, target, draft):
@@ -260,7 +260,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, target):
     expected = [trainer.step() for _ in range(2)]
     resumed = small_trainer(tmp_path, target)
     resumed.resume()
-    assert resumed.progress.step == 3
+    assert resumed.state.step == 3
     assert [resumed.step() for _ in range(2)] == expected
     for name, value in trainer.draft.state_dict().items():
         assert torch.equal(value, resumed.draft.state_dict()[name]), name
@@ -274,17 +274,17 @@ def test_a_step_descends_the_mean_of_the_weighted_losses(tmp_path, target):
     trainer.save()
     other = small_trainer(tmp_path, target, vocab=3)
     other.resume()
-    batch = make_batch(other.sampler.draw(*other.batch), DEPTH, other.head, "cpu")
+    batch = make_batch(other.sampler.draw(*other.batch), DEPTH, other.loss_head, "cpu")
     states = block_states(other.draft, target, batch.features, batch.roots, batch.anchors)
-    log_p = (states @ other.head.weight.T).log_softmax(-1)
+    log_p = (states @ other.loss_head.weight.T).log_softmax(-1)
     losses = -(batch.shares * log_p.gather(-1, batch.labels)).sum(-1)
     loss = (batch.weights * losses).sum() / batch.weights.sum()
     loss.backward()
     hits = (log_p.argmax(-1) == batch.labels[..., -1]) & (batch.weights > 0)
     rounds = [1 + (*block, False).index(False) for block in hits.flatten(0, 1).tolist()]
-    before = trainer.progress.predicted
+    before = trainer.state.predicted
     assert trainer.step() == pytest.approx((loss.item(), sum(rounds) / len(rounds)), rel=1e-4)
-    assert trainer.progress.predicted - before == (batch.weights > 0).sum()
+    assert trainer.state.predicted - before == (batch.weights > 0).sum()
     norm = torch.stack([parameter.grad.norm() for parameter in other.draft.parameters()]).norm()
     assert norm > train_dflash.CLIP
     for parameter, plain in zip(trainer.draft.parameters(), other.draft.parameters()):
@@ -299,7 +299,7 @@ def test_the_rate_rises_then_falls_to_the_end_of_the_budget(tmp_path, target):
     trainer = small_trainer(tmp_path, target)
     rates = []
     for part in (0, 0.03, 0.5, 1, 1.9):
-        trainer.progress.seconds = part * 60
+        trainer.state.seconds = part * 60
         rates.append(trainer.learning_rate() / trainer.rate)
     assert rates == pytest.approx([0.02, 1, 0.51, 0.02, 0.02], abs=0.01)
 
@@ -311,7 +311,7 @@ def test_the_head_with_the_best_tree_is_kept(tmp_path, target, monkeypatch):
     monkeypatch.setattr(train_dflash, "replay", lambda *_: {"chain": [R[0]], "tree": [R[1]]})
     for R in ((1, 2), (3, 1), (1, 3), (2, 3)):
         trainer.validate()
-    assert saved == [(1, 2), (1, 3)] and trainer.progress.best == 3
+    assert saved == [(1, 2), (1, 3)] and trainer.state.best == 3
     assert "| 3.00 / 1.00 |" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -323,7 +323,7 @@ def test_a_run_is_validated_and_saved_in_time(tmp_path, target, monkeypatch, cos
     clock, events, trainer = [0.0], [], small_trainer(tmp_path, target, minutes=20)
 
     def take(seconds, name):
-        events.append((name, trainer.progress.seconds))
+        events.append((name, trainer.state.seconds))
         clock[0] += seconds
         return 1.0, 1.0
 
@@ -334,7 +334,7 @@ def test_a_run_is_validated_and_saved_in_time(tmp_path, target, monkeypatch, cos
     trainer.out.mkdir()
     trainer.weights.touch()
     events.clear()
-    trainer.progress.seconds = begun
+    trainer.state.seconds = begun
     trainer.run()
     validated = [at for name, at in events if name == "validate"]
     saved = [at for name, at in events if name == "save"]
@@ -374,7 +374,7 @@ def test_R_on_other_held_out_answers_begins_anew(tmp_path, target):
     """The best of easy ones would keep every later head of the same run from being saved."""
     trainer = small_trainer(tmp_path, target, minutes=1e-6)
     trainer.run()
-    trainer.progress.best = 99.0
+    trainer.state.best = 99.0
     trainer.save()
     same, other = small_trainer(tmp_path, target, minutes=1e-6), small_trainer(tmp_path, target, minutes=1e-6)
     other.held_out = other.held_out[:1]
@@ -383,7 +383,7 @@ def test_R_on_other_held_out_answers_begins_anew(tmp_path, target):
     for resumed, best in (same, 99.0), (other, pytest.approx(1.5, abs=0.6)):
         resumed.resume()
         resumed.run()
-        assert resumed.progress.best == best
+        assert resumed.state.best == best
         assert (weights.read_bytes() == b"the best") == (resumed is same)
 
 
@@ -393,7 +393,7 @@ def test_a_head_that_was_deleted_is_written_again(tmp_path, target):
     shutil.rmtree(tmp_path / "out")
     again = small_trainer(tmp_path, target, minutes=1e-6)
     again.resume()
-    again.progress.best = 99.0
+    again.state.best = 99.0
     again.run()
     assert load_draft(tmp_path / "out", device="cpu").block_size == 8
     assert "head for tiny" in (tmp_path / "out" / "README.md").read_text()
@@ -653,7 +653,7 @@ def test_a_head_learns_a_repeating_grammar_within_a_minute(tmp_path):
     command = f"--target {directory} --responses {tmp_path / 'answers.jsonl'} --out {tmp_path / 'head'} --layers 1"
     trainer = prepare(flags().parse_args([*command.split(), "--minutes", "1", "--rate", "3e-3"]))
     trainer.run()
-    start, end = trainer.progress.curve[0]["R"]["all"], trainer.progress.curve[-1]["R"]["all"]
+    start, end = trainer.state.curve[0]["R"]["all"], trainer.state.curve[-1]["R"]["all"]
     assert start["chain"] < 1.2
     assert end["chain"] >= 3
     head = load_draft(tmp_path / "head", device="cpu")

@@ -25,7 +25,7 @@ from model.config import draft_config, read_config, target_config
 from model.dflash import DraftHead
 from model.errors import UserError
 from model.linear import Linear
-from model.load import place
+from model.load import default_placement
 from model.random_weights import random_pair
 from model.transformer import Target
 from model.weights import load_weights
@@ -208,9 +208,9 @@ def test_where_a_model_runs_in_which_precision(monkeypatch):
     for found in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
         cpu, cuda = torch.device("cpu"), torch.device("cuda")
-        assert place(None, None) == ((cuda, torch.bfloat16) if found else (cpu, torch.float32))
-        assert place("cpu", None) == (cpu, torch.float32) and place("cuda", None) == (cuda, torch.bfloat16)
-        assert place("cpu", torch.bfloat16) == (cpu, torch.bfloat16) and place("cuda:1", torch.float32)[1] == torch.float32
+        assert default_placement(None, None) == ((cuda, torch.bfloat16) if found else (cpu, torch.float32))
+        assert default_placement("cpu", None) == (cpu, torch.float32) and default_placement("cuda", None) == (cuda, torch.bfloat16)
+        assert default_placement("cpu", torch.bfloat16) == (cpu, torch.bfloat16) and default_placement("cuda:1", torch.float32)[1] == torch.float32
 
 
 MEASURE_GROWTH = """
@@ -446,3 +446,11 @@ def test_a_directory_without_safetensors_is_refused(tmp_path):
     directory = write_tiny_target(tmp_path)
     shutil.move(directory / "model.safetensors", directory / "pytorch_model.bin")
     assert "only safetensors weights are read" in refusal(directory)
+
+
+@pytest.mark.parametrize("content, told", [(None, "is missing: download it"), (b"{", "is not JSON"), (b"[]", "is not a JSON object")])
+def test_what_is_wrong_with_a_config_is_told(tmp_path, content, told):
+    """Another copy would be no help where there is none."""
+    file = write_tiny_target(tmp_path) / "config.json"
+    file.unlink() if content is None else file.write_bytes(content)
+    assert f"{file} {told}" in refusal(tmp_path)
