@@ -217,8 +217,11 @@ def _read_header(path: Path) -> list[Stored]:
     if not path.is_file():
         raise UserError(f"{path} is missing: download it, for only safetensors weights are read")
     try:
+        path.open("rb").close()  # safetensors calls a file that may not be read one that is not there
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return [Stored(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()]
+    except PermissionError as error:
+        raise UserError(f"{path} may not be read: change its permissions") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is empty, damaged or incomplete ({error}): {another_copy(path)}") from error

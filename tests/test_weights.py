@@ -432,6 +432,20 @@ def test_a_damaged_file_is_named_before_anything_is_read(tmp_path, cut, named, s
     assert str(path) in message and named in message
 
 
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    directory = write_tiny_target(tmp_path)
+    path = directory / "model.safetensors"
+    opened = type(path).open
+
+    def refuse(self, *mode):  # a file's mode would not keep root out
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *mode)
+
+    monkeypatch.setattr(type(path), "open", refuse)
+    assert refusal(directory) == f"{path} may not be read: change its permissions"
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_what_was_built_here_is_built_again(tmp_path, monkeypatch, name):
     """Nobody can download a file of the cache, and the next start rebuilds what is not there."""
