@@ -437,10 +437,10 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch
     path = directory / "model.safetensors"
     opened = type(path).open
 
-    def refuse(self, *mode):  # a file's mode would not keep root out
+    def refuse(self, *mode, **how):  # a file's mode would not keep root out
         if self == path:
             raise PermissionError(13, "Permission denied", str(self))
-        return opened(self, *mode)
+        return opened(self, *mode, **how)
 
     monkeypatch.setattr(type(path), "open", refuse)
     assert refusal(directory) == f"{path} may not be read: change its permissions"
