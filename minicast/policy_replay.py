@@ -7,20 +7,22 @@ policies are those of `minicast.policy`, as the decoder runs them, back-off incl
 worth where timing cannot: whether a width for each round beats one N*, how far N* is from the best fixed width of
 a domain, what back-off loses on a hard text. It is right as far as a round costs what the probe says.
 
-A figure is a speed over AR, of a domain's answers together; its rounds' times are in milliseconds.
+A figure is a speed over AR, of a domain's answers together, and under MEAN the mean of the domains' speeds; a round's
+time is in milliseconds.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from minicast.back_off import BackOff
 from minicast.curve import MassCurve
 from minicast.figures import markdown
 from minicast.policy import FixedWidth, Policy
 from minicast.probe import DISTURBED, Costs, costs_of, decide_by, policy_of
-from minicast.prompts import EVERYTHING
+from minicast.prompts import MEAN
 from minicast.replay import Replayable, round_length
 from minicast.tree import RANK_CAP
 from model.errors import UsageError
@@ -78,7 +80,7 @@ class Policies:
     Attributes:
         predicted: N*, the rule's width on the mass curve; 0 is AR
         threshold: mass from which a node pays on the fitted line, see `Decision`
-        fixed: speed over AR by domain and width N; under EVERYTHING, the mean over domains
+        fixed: speed over AR by domain, MEAN last, and width N
         chosen: likewise by domain and policy, "auto" or "round"
     """
 
@@ -88,11 +90,8 @@ class Policies:
     chosen: dict[str, dict[str, float]]
 
     def lines(self) -> list[str]:
-        """Markdown: a row a domain; the gap is to the best fixed width or AR, in points."""
-        heads = (
-            "speed over AR, pooled", f"N* = {self.predicted}", "auto", "round", "best fixed", "its speed",
-            "gap of auto, points",
-        )
+        """Markdown: a row a domain, their mean last; the gap is to the best fixed width or AR, in points."""
+        heads = ("speed over AR", f"N* = {self.predicted}", "auto", "round", "best fixed", "its speed", "gap of auto, points")
         rows = []
         for domain, widths in self.fixed.items():
             best = max(widths, key=widths.get)
@@ -127,7 +126,7 @@ def compare(
         "auto": by_domain(domains, choosing("auto"), times, costs.draft_ms),
         "round": by_domain(domains, choosing("round"), costs.times(buckets, widest), widest_ms),
     }
-    names = [*domains, EVERYTHING]
+    names = [*domains, MEAN]
     return Policies(
         decision.width,
         decision.threshold,
@@ -139,7 +138,10 @@ def compare(
 def by_domain(
     domains: dict[str, list[Replayable]], make: Callable[[BackOff], Policy], times: Sequence[float], draft_ms: float
 ) -> dict[str, float]:
-    """Speed over AR of a policy. `make` returns it for each answer, given the back-off of its domain's decoder."""
+    """Speed over AR of a policy by domain, and under MEAN their mean.
+
+    make: the policy of each answer, given the back-off of its domain's decoder
+    """
     speeds = {}
     for domain, answers in domains.items():
         back_off, tokens, ms = BackOff(), 0, 0.0
@@ -147,7 +149,7 @@ def by_domain(
             tokens += len(answer.needs["cast"])
             ms += decode_ms(answer, make(back_off), times, draft_ms)
         speeds[domain] = tokens * times[0] / ms
-    return speeds | {EVERYTHING: sum(speeds.values()) / len(speeds)}
+    return speeds | {MEAN: fmean(speeds.values())}
 
 
 def decode_ms(answer: Replayable, policy: Policy, times: Sequence[float], draft_ms: float) -> float:

@@ -425,7 +425,7 @@ def test_records_goes_on_and_analyses(command, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "gap of auto" in printed and f"costs of W on H ({measured})\n" in printed
     policies = json.loads((out / "analysis.json").read_text())["policies"]
-    assert set(policies["chosen"]) == {"maths", "all"} and policies["threshold"] > 0
+    assert set(policies["chosen"]) == {"maths", "mean"} and policies["threshold"] > 0
     assert policies["curve"] == "recorded in these rounds" and policies["costs"] == f"W on H ({measured})"
 
 
