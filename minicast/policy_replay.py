@@ -37,7 +37,7 @@ class Measured:
 
     Attributes:
         source: what was measured, for people
-        costs: by prefix length; 0 if the file does not say
+        costs: by prefix length
         buckets: packed rows that rounds were padded to; none: unpadded
     """
 
@@ -51,19 +51,20 @@ class Measured:
         text = read_text(path)
         try:
             values = json.loads(text)
-            key, found, buckets = values.get("key", {}), values["costs"], values.get("buckets", ())
-            if values.get("probes"):
-                found = {probe["prefix"]: probe["costs"] for probe in values["probes"]}
-            elif "packed" in found:  # the cache's; or an older bench's, which kept those of one prefix
-                if key.get("compiled") or key.get("positions"):  # padded rounds are measured only at their buckets
-                    buckets = found["packed"]
-                found = {key.get("prefix", 0): found}
+            if "key" in values:  # the cache's
+                key, found = values["key"], {values["key"]["prefix"]: values["costs"]}
+                source = f"unnamed weights on {key['device']}"
+                padded = key["compiled"] or key["positions"]  # such rounds are measured only at their buckets
+                buckets = values["costs"]["packed"] if padded else ()
+            else:
+                source = "{weights} on {hardware}".format_map(values["environment"])
+                found = {probe["prefix"]: probe["costs"] for probe in values["probes"]} or values["costs"]
+                buckets = values["buckets"]
             costs = {int(prefix): costs_of(each) for prefix, each in found.items()}
             if not costs:
                 raise KeyError("costs")
-            where = values.get("environment") or {"hardware": key["device"], "weights": "unnamed weights"}
             disturbed = "" if all(each.steady for each in costs.values()) else f", {DISTURBED}"
-            return cls(f"{where['weights']} on {where['hardware']}{disturbed}", costs, tuple(map(int, buckets)))
+            return cls(source + disturbed, costs, tuple(map(int, buckets)))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             hint = "give what `python -m minicast.bench --out FILE.json` wrote, with width auto or --probe-full"
             raise UsageError(f"{path} holds no measured costs: {hint}") from error

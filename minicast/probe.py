@@ -76,7 +76,7 @@ class Costs:
     packed: tuple[int, ...]
     settle_ms: tuple[float, ...]
     propose_ms: tuple[float, ...]
-    proposed: tuple[int, ...] = (1, MAX_WIDTH)  # the default for files that do not say
+    proposed: tuple[int, ...]
     steady: bool = True
 
     @property
@@ -544,8 +544,8 @@ def read_costs(path: Path, key: dict) -> Costs | None:
 
 def costs_of(values: dict) -> Costs:
     """Costs from JSON. Raises KeyError, TypeError or ValueError for anything else."""
-    tables = {name: tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms", "proposed") if name in values}
-    costs = Costs(**tables, steady=bool(values.get("steady", True)))
+    tables = (tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms", "proposed"))
+    costs = Costs(*tables, steady=bool(values["steady"]))
     costs.model(), costs.proposal_ms(1)  # these refuse what cannot be a measurement
     if not all(0 < ms < inf for ms in costs.propose_ms):
         raise ValueError("a proposal's time is finite and above 0 ms")

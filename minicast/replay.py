@@ -584,7 +584,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         prefix = measured.prefix_for(middle(arguments.out, settings))
         policies = compare(domains, shipped or curve, measured.costs[prefix], measured.buckets)
         sources = {
-            "costs": f"{measured.source} ({arguments.costs})" + (f", prefix {prefix}" if prefix else ""),
+            "costs": f"{measured.source} ({arguments.costs}), prefix {prefix}",
             "curve": "curve.json beside the head, which auto goes by" if shipped else "recorded in these rounds",
         }
 

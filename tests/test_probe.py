@@ -317,7 +317,7 @@ def test_probe_goes_on_only_while_the_rule_adds(target, draft, table):
 
 def test_a_best_width_at_the_end_of_what_was_measured_may_not_be_the_best():
     """Beyond the last row count costs are guessed, and a guess that is too high would stop there."""
-    costs = Costs((1, 4, 8, 16), (10.0, 10.3, 10.7, 11.5), (4.0, 4.0))
+    costs = Costs((1, 4, 8, 16), (10.0, 10.3, 10.7, 11.5), (4.0, 4.0), (1, 127))
     for worthy, more in ((14, False), (15, True), (16, True)):
         masses = [0.5] * worthy + [0.001] * (MAX_WIDTH - worthy)
         assert stopping_width(masses, costs.model(), costs.draft_ms) == worthy
@@ -476,7 +476,7 @@ def test_an_interrupted_probe_leaves_the_counters_as_they_were(target, draft, mo
 
 
 def test_overhead_goes_straight_between_the_widths_measured():
-    costs = Costs((1, 16), (10.0, 12.0), (4.0, 4.0 + 1.26))
+    costs = Costs((1, 16), (10.0, 12.0), (4.0, 4.0 + 1.26), (1, 127))
     assert costs.draft_ms == 4.0
     assert [costs.overhead_ms(N) for N in (1, 64, 127)] == pytest.approx([0, 0.63, 1.26])
     assert costs.times(())[0] == 10.0
@@ -566,7 +566,7 @@ def test_a_curve_is_on_disk_after_a_few_rounds(target, draft):
 
 def test_the_chains_speed_is_by_what_was_recorded_of_it():
     """What its scores promise only where that is all there is."""
-    costs, recorded = Costs((1, 128), (10.0, 20.0), (2.0, 3.0)), [0.4] * DEPTH
+    costs, recorded = Costs((1, 128), (10.0, 20.0), (2.0, 3.0), (1, 127)), [0.4] * DEPTH
     both, told = MassCurve(GOOD, [0.9] * DEPTH, [], recorded), MassCurve(GOOD, recorded, [], [])
     speeds = [probe.decide_by(curve, costs).tokens_per_second["dflash"] for curve in (both, told)]
     assert speeds[0] == speeds[1] > 0
@@ -733,7 +733,7 @@ def test_probe_time_is_no_answer_time(target, draft, monkeypatch):
     """The probe comes before the clocks of the answer start."""
     ship(draft)
     decoder = Decoder(target, draft)
-    order, costs = [], Costs((1, 128), (1.0, 1.0), (1.0, 1.0))
+    order, costs = [], Costs((1, 128), (1.0, 1.0), (1.0, 1.0), (1, 127))
     monkeypatch.setattr(probe, "measure_costs", lambda *known: order.append("probe") or costs)
     monkeypatch.setattr(decode, "clock", lambda device: order.append("clock") or clock(device))
     decoder.generate(prompt_of(5), max_new_tokens=3)
