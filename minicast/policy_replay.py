@@ -19,11 +19,11 @@ from statistics import fmean
 
 from minicast.back_off import BackOff
 from minicast.curve import MassCurve
-from minicast.figures import markdown
 from minicast.policy import FixedWidth, Policy
 from minicast.probe import DISTURBED, Costs, costs_of, decide_by, policy_of
 from minicast.prompts import MEAN
 from minicast.replay import Replayable, round_length
+from minicast.table import markdown
 from minicast.tree import RANK_CAP
 from model.errors import UsageError
 from model.files import read_text

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from graphs.masks import TILE
-from minicast import back_off, decode, machine, probe
+from minicast import back_off, decode, probe
 from minicast.back_off import RECORDED_TRY_SHARE, TRY_SHARE
 from minicast.curve import MassCurve
 from minicast.decode import Decoder, Options
 from minicast.methods import METHODS
+from minicast.paper_probe import full_probe
 from minicast.policy import AutoWidth, FixedWidth, RoundWidth
 from minicast.probe import LEARNED, Costs, Deployment, Passes, Timings, interleaved
 from minicast.round import BUCKETS
@@ -159,16 +160,16 @@ def test_work_that_takes_a_cpu_from_spinning_threads_is_noticed(disturbable, mon
 def test_what_others_run_is_what_the_system_counts_less_what_this_program_runs(monkeypatch):
     """Time in programs, in the system and with other guests counts; idle time and waiting for disks does not, and time
     of guests of our own counts once."""
-    before = machine.cpu_seconds()
+    before = probe.cpu_seconds()
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"], check=True)
-    assert machine.cpu_seconds()[1] - before[1] > 0.9
+    assert probe.cpu_seconds()[1] - before[1] > 0.9
     ticks = os.sysconf("SC_CLK_TCK")
     line = "cpu " + " ".join(str(count * ticks) for count in (1, 2, 4, 500, 600, 8, 16, 32, 700, 800))
     monkeypatch.setattr("builtins.open", lambda path: io.StringIO(f"{line}\ncpu0 1 1 1 1\n"))
     monkeypatch.setattr(time, "process_time", lambda: 3.0)
-    assert machine.cpu_seconds()[1] == 1 + 2 + 4 + 8 + 16 + 32 - 3
+    assert probe.cpu_seconds()[1] == 1 + 2 + 4 + 8 + 16 + 32 - 3
     monkeypatch.setattr("builtins.open", lambda path: (_ for _ in ()).throw(FileNotFoundError(path)))
-    assert machine.cpu_seconds()[1] == 0
+    assert probe.cpu_seconds()[1] == 0
 
 
 class AsWritten:
@@ -221,7 +222,7 @@ def test_a_disturbed_probe_is_not_kept(disturbable, target, draft, table):
         decoder.generate(prompt_of(6), max_new_tokens=9)
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
     assert not list((draft.directory / "cache").rglob("*.json"))
-    assert "disturbed" in "\n".join(Deployment(decoder).full_probe().lines())
+    assert "disturbed" in "\n".join(full_probe(Deployment(decoder)).lines())
     table.asked.clear()
     table.spread = 1.2
     Deployment(Decoder(target, draft)).costs_at(5, 9)
@@ -283,7 +284,7 @@ def test_full_probe(target, draft, table):
     ship(draft)
     table.ms = {n: 10 + 0.05 * n for n in range(2, 128)} | {1: 3.0, 128: 16.4 + 20}
     decoder = Decoder(target, draft)
-    found = Deployment(decoder).full_probe()
+    found = full_probe(Deployment(decoder))
     assert found.costs.packed == (1, 16, 24, 32, 48, 64, 96, 128)
     assert table.asked == [*found.costs.packed, *PROPOSED] \
         and (table.protocol["warm_ups"], table.protocol["repeats"]) == (8, 30)
