@@ -240,7 +240,7 @@ def waits_once(decoder: Decoder, check: Check) -> bool | str:
     """Replay some rounds while any implicit wait raises. The one wait of a round is explicit."""
     if check.device.type != "cuda":
         return "needs CUDA"
-    policy = AutoWidth(15, [1.0] * 16, BackOff())  # copies the masses, without waiting for that either
+    policy = AutoWidth(15, [1.0] * 16, BackOff())
     rounds = decoder.stream(PROMPT, method="cast", width=policy, max_new_tokens=60)
     next(rounds), next(rounds)
     torch.cuda.set_sync_debug_mode("error")

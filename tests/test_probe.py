@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from graphs.masks import TILE
-from minicast import back_off, decode, probe
-from minicast.back_off import RECORDED_TRY_SHARE, TRY_SHARE
+from minicast import back_off, decode, paper_probe, probe
 from minicast.curve import MassCurve
 from minicast.decode import Decoder, Options
 from minicast.methods import METHODS
@@ -644,10 +643,10 @@ def test_explaining_reserves_what_the_answer_may_take(target, draft, table):
     ship(draft)
     decoder = Decoder(target, draft)
     asked = {"max_new_tokens": 10**7, "reprobe": True, "width": True, "full": False}
-    assert probe.explain(decoder, prompt_of(5), **asked)
+    assert paper_probe.explain(decoder, prompt_of(5), **asked)
     assert decoder.state.slots <= target.context + 2 * MAX_WIDTH + TILE
     with pytest.raises(UsageError, match="context"):
-        probe.explain(decoder, prompt_of(600), **asked)
+        paper_probe.explain(decoder, prompt_of(600), **asked)
 
 
 # Policies
@@ -659,9 +658,8 @@ SAMPLED = {"temperature": 1.0, "seed": 3}
 @pytest.mark.parametrize("width, ms, options", [
     ("auto", FLAT, {}), ("auto", FLAT, SAMPLED), ("round", FLAT, SAMPLED), ("round", STEEP, {}),
 ], ids=["auto", "auto-sampled", "round-sampled", "round-steep"])
-def test_adaptive_widths_give_the_autoregressive_tokens(target, draft, table, body, width, ms, options, monkeypatch):
+def test_adaptive_widths_give_the_autoregressive_tokens(target, draft, table, body, width, ms, options):
     """Trimmed trees, pauses and drafts after pauses change no token, and the caches serve a next turn."""
-    monkeypatch.setattr(back_off, "RECORDED_BUDGET", 1.0)  # so that it pauses early
     ship(draft, accepted=GOOD)
     table.ms = ms
     decoder = Decoder(target, draft, attention=body, max_length=128)
@@ -741,11 +739,12 @@ def test_probe_time_is_no_answer_time(target, draft, monkeypatch):
     assert order[0] == "probe" and "probe" not in order[1:]
 
 
-@pytest.mark.parametrize("accepted, share", [
-    ([0.9] * MAX_WIDTH, RECORDED_TRY_SHARE), ([], TRY_SHARE), ([0.0] * MAX_WIDTH, TRY_SHARE),
+@pytest.mark.parametrize("accepted, ends", [
+    ([0.9] * MAX_WIDTH, True), ([], False), ([0.0] * MAX_WIDTH, False),
 ], ids=["pays", "unknown", "does not"])
-def test_a_pair_that_was_recorded_to_pay_is_tried_again_sooner(target, draft, table, accepted, share):
-    """Scores promise, records tell: with promises alone, or a record that speaks against drafting, pauses are long."""
+def test_a_pair_that_was_recorded_to_pay_is_tried_again_in_the_next_answer(target, draft, table, accepted, ends):
+    """Scores promise, records tell: with promises alone, or a record that speaks against drafting, a pause goes on."""
     ship(draft, [0.9] * MAX_WIDTH, accepted=accepted)
-    policy = Decoder(target, draft).policy(Options("cast", "round"), 5, 9)
-    assert policy.back_off.try_share == share
+    decoder = Decoder(target, draft)
+    decoder.policy(Options("cast", "round"), 5, 9).back_off.ar_tokens_left = 50
+    assert decoder.policy(Options("cast", "round"), 5, 9).back_off.drafting == ends
