@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.chat:
         return Chat(decoder, conversation, options, screen).run()
     if probes:
-        from minicast.probe import explain
+        from minicast.paper_probe import explain
 
         asked = {"width": arguments.explain, "reprobe": arguments.reprobe, "full": arguments.probe_full}
         for line in explain(decoder, prompt_ids, arguments.max_new_tokens, **asked):

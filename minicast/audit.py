@@ -12,9 +12,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minicast.answer import Options
-from minicast.figures import Departure, Record, markdown
+from minicast.figures import Departure, Record
 from minicast.prompts import Question
 from minicast.sampling import gumbel_noise, shape_logits
+from minicast.table import markdown
 from model.transformer import Target
 
 NEAR_TIE = 1e-3  # largest top-two gap that rounding may flip in float32; a departure at a larger one is a bug

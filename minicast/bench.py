@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from minicast import paper_probe
 from minicast.audit import Audit, first_departure, is_failure
 from minicast.command import Placement, guarded, note_idle_flags, note_no_effect
 from minicast.answer import Output, Round
@@ -37,7 +38,7 @@ from minicast.decode import Decoder
 from minicast.figures import Record, comparison, comparison_lines, located, over, predictions, round_ms, summarise
 from minicast.machine import measure_floor, measure_share, measure_tree_builder
 from minicast.methods import METHODS, UNSIZED
-from minicast.probe import PAPER_PREFIX, Costs, Deployment
+from minicast.probe import Costs, Deployment
 from minicast.prompts import Question
 from minicast.report import Report, commit, environment
 from minicast.subject import HEAD, PREFIX, Subject
@@ -463,7 +464,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     probes = []
     if arguments.probe_full:
         deployment = Deployment(decoders[arms[0]])
-        probes = [deployment.full_probe(prefix) for prefix in arguments.prefix or [PAPER_PREFIX]]
+        probes = [paper_probe.full_probe(deployment, prefix) for prefix in arguments.prefix or [paper_probe.PREFIX]]
     before = measure_floor(target)
     run_plan(decoders, plan, journal)
     report = conclude(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minicast.answer import Output
 from minicast.prompts import MEAN
+from minicast.table import markdown
 
 RESAMPLES = 10_000
 
@@ -549,14 +550,6 @@ def prediction_table(predictions: Sequence[Prediction]) -> Iterator[str]:
         ]
         for each in predictions
     ])
-
-
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int = 2) -> Iterator[str]:
-    """A table, line by line. Its first `names` columns are names, aligned left; figures are aligned right."""
-    yield f"| {' | '.join(heads)} |"
-    yield "|" + "---|" * names + "---:|" * (len(heads) - names)
-    for cells in rows:
-        yield f"| {' | '.join(cells)} |"
 
 
 def difference_lines(rows: Sequence[Row]) -> Iterator[str]:

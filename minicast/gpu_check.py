@@ -40,13 +40,13 @@ from graphs.masks import BitMask, flex
 from minicast.back_off import BackOff
 from minicast.command import Placement, guarded
 from minicast.decode import Decoder
-from minicast.figures import markdown
 from minicast.methods import Proposal, capturable, no_tree
 from minicast.policy import AutoWidth
 from minicast.probe import Passes
 from minicast.report import commit, environment
 from minicast.round import Settled
 from minicast.sampling import CHOICE, gumbel_noise, keyed_uniform
+from minicast.table import markdown
 from minicast.tree import Tree, ancestor_matrix
 from model.device import clock, device_name
 from model.dflash import DraftHead
@@ -240,7 +240,7 @@ def waits_once(decoder: Decoder, check: Check) -> bool | str:
     """Replay some rounds while any implicit wait raises. The one wait of a round is explicit."""
     if check.device.type != "cuda":
         return "needs CUDA"
-    policy = AutoWidth(15, [1.0] * 16, BackOff())  # copies the masses, without waiting for that either
+    policy = AutoWidth(15, [1.0] * 16, BackOff())
     rounds = decoder.stream(PROMPT, method="cast", width=policy, max_new_tokens=60)
     next(rounds), next(rounds)
     torch.cuda.set_sync_debug_mode("error")

@@ -4,9 +4,7 @@ The streaming floor bounds a step of AR from below (all weights are read once); 
 what trees, packing, walking and bookkeeping take of a round. Nothing here chooses a width: see `probe`.
 """
 
-import os
 import statistics
-import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,14 +136,3 @@ def measure_tree_builder(builds: int = 200) -> float:
         log_q, tokens = logits.log_softmax(-1).topk(RANK_CAP)
         times.append(timed(partial(ranked_tree, tokens, log_q, MAX_WIDTH), log_q.device))
     return statistics.median(times) * 1e3
-
-
-def cpu_seconds() -> tuple[float, float]:
-    """CPU seconds used by this thread, and by everything else on this machine (0 without /proc). Compare two readings."""
-    try:
-        with open("/proc/stat") as lines:
-            ticks = [int(field) for field in lines.readline().split()[1:9]]  # of which 3 and 4 are idle
-    except OSError:
-        return time.thread_time(), 0.0
-    busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
-    return time.thread_time(), busy - time.process_time()

@@ -102,7 +102,7 @@ def mean_speedup(row: dict) -> float | None:
 def predicted_widths(bench: dict) -> list[int]:
     """What width "auto" came to in each prompt domain, each once, ascending."""
     widths = {}
-    for record in bench.get("records", []):
+    for record in bench["records"]:
         if record["arm"].endswith("auto"):
             widths.setdefault(record["domain"], []).extend(record["output"]["widths"])
     return sorted({usual_width(each) for each in widths.values()})
@@ -146,8 +146,8 @@ def scores(analysis: dict):
     reliable.plot([0, 1], [0, 1], "--", color="grey", linewidth=0.8)
     label(reliable, "(b) Reliability at depth one", "drafter's probability", "hit rate")
     masses.set_yscale("log")
-    threshold = (analysis.get("policies") or {}).get("threshold", 0.0)
-    if threshold > 0.0:  # costs that fall with the width have none, and older analyses did not keep it
+    threshold = analysis["policies"]["threshold"] if analysis["policies"] else 0.0
+    if threshold > 0.0:  # costs that fall with the width have none
         masses.axhline(threshold, color="black", linestyle="--", linewidth=0.8, label=f"threshold {threshold:.2g}")
     label(masses, "(c) Sorted prefix masses", "candidate", "mean mass")
     bars(shapes, [finding["shapes"] for finding in findings])
@@ -163,17 +163,10 @@ def pictures(values: dict) -> dict[str, tuple[Draw, dict]]:
     if values.get("findings"):
         return {"lengths": (lengths, values), "scores": (scores, values)}
     if "rows" in values:
-        probes = {f"latency-{probe['prefix']}": (latency, probe["costs"]) for probe in values.get("probes", [])}
-        costs = values.get("costs") or {}
-        if "packed" in costs:  # an older bench kept the costs of a single prefix
-            probes["latency"] = latency, costs
-        else:
-            probes |= {f"latency-auto-{prefix}": (latency, each) for prefix, each in costs.items()}
+        probes = {f"latency-{probe['prefix']}": (latency, probe["costs"]) for probe in values["probes"]}
+        probes |= {f"latency-auto-{prefix}": (latency, each) for prefix, each in values["costs"].items()}
         return ({"speedup": (speedup, values)} if swept_widths(values) else {}) | probes
-    probe = values.get("costs", values)
-    if isinstance(probe, dict) and {"packed", "settle_ms"} <= probe.keys():
-        return {"latency": (latency, probe)}
-    return {}
+    return {"latency": (latency, values["costs"])} if "costs" in values else {}
 
 
 # The command line

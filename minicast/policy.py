@@ -1,13 +1,12 @@
 """Who chooses the width of each round: policies, by the rule of `width` and the pauses of `back_off`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from math import isnan
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
 from minicast.back_off import BackOff
 from minicast.tree import Tree
@@ -59,24 +58,16 @@ class AutoWidth:
     best: int
     times: Sequence[float]
     back_off: BackOff
-    _log_mass: Tensor = field(default_factory=lambda: torch.empty(0), init=False)  # (N,) of the round, on the host
 
     @property
     def width(self) -> int:
         return self.best if self.back_off.drafting else 0
 
     def keep(self, tree: Tree) -> int:
-        """All of it. Nothing waits for the masses: they reach pinned memory no later than the round's outcome."""
-        log_mass = tree.log_mass
-        self._log_mass = torch.empty_like(log_mass, device="cpu", pin_memory=log_mass.is_cuda)
-        self._log_mass.copy_(log_mass, non_blocking=True)
         return tree.width
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
-        promised = self._log_mass.exp().sum().item()
-        self.back_off.observe(
-            width > 0, committed, seconds, promised=promised, predicted_ms=self.times[width], ar_ms=self.times[0]
-        )
+        self.back_off.observe(width > 0, committed, seconds, predicted_ms=self.times[width], ar_ms=self.times[0])
 
 
 @dataclass
@@ -96,7 +87,6 @@ class RoundWidth:
     rate: float
     back_off: BackOff
     look: Callable[[list[float], list[float]], None] | None = None
-    _promised: float = field(default=0.0, init=False)
 
     @property
     def width(self) -> int:
@@ -110,16 +100,12 @@ class RoundWidth:
             return tree.width
         if self.look:
             self.look(masses, depths)
-        width = paying_width(masses[: len(self.times) - 1], self.times, self.draft_ms, self.rate)
-        self._promised = sum(masses[:width])
-        return width
+        return paying_width(masses[: len(self.times) - 1], self.times, self.draft_ms, self.rate)
 
     def observe(self, width: int, committed: int, seconds: float) -> None:
         drafted = self.back_off.drafting  # as when the width was read: only the next line changes it
         predicted_ms = self.draft_ms + self.times[0] if drafted and width == 0 else self.times[width]
-        self.back_off.observe(
-            drafted, committed, seconds, promised=self._promised, predicted_ms=predicted_ms, ar_ms=self.times[0]
-        )
+        self.back_off.observe(drafted, committed, seconds, predicted_ms=predicted_ms, ar_ms=self.times[0])
 
 
 def paying_width(masses: Sequence[float], times: Sequence[float], draft_ms: float, rate: float) -> int:

@@ -7,21 +7,23 @@ policies are those of `minicast.policy`, as the decoder runs them, back-off incl
 worth where timing cannot: whether a width for each round beats one N*, how far N* is from the best fixed width of
 a domain, what back-off loses on a hard text. It is right as far as a round costs what the probe says.
 
-A figure is a speed over AR, of a domain's answers together; its rounds' times are in milliseconds.
+A figure is a speed over AR, of a domain's answers together, and under MEAN the mean of the domains' speeds; a round's
+time is in milliseconds.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from minicast.back_off import BackOff
 from minicast.curve import MassCurve
-from minicast.figures import markdown
 from minicast.policy import FixedWidth, Policy
 from minicast.probe import DISTURBED, Costs, costs_of, decide_by, policy_of
-from minicast.prompts import EVERYTHING
+from minicast.prompts import MEAN
 from minicast.replay import Replayable, round_length
+from minicast.table import markdown
 from minicast.tree import RANK_CAP
 from model.errors import UsageError
 from model.files import read_text
@@ -35,7 +37,7 @@ class Measured:
 
     Attributes:
         source: what was measured, for people
-        costs: by prefix length; 0 if the file does not say
+        costs: by prefix length
         buckets: packed rows that rounds were padded to; none: unpadded
     """
 
@@ -49,19 +51,20 @@ class Measured:
         text = read_text(path)
         try:
             values = json.loads(text)
-            key, found, buckets = values.get("key", {}), values["costs"], values.get("buckets", ())
-            if values.get("probes"):
-                found = {probe["prefix"]: probe["costs"] for probe in values["probes"]}
-            elif "packed" in found:  # the cache's; or an older bench's, which kept those of one prefix
-                if key.get("compiled") or key.get("positions"):  # padded rounds are measured only at their buckets
-                    buckets = found["packed"]
-                found = {key.get("prefix", 0): found}
+            if "key" in values:  # the cache's
+                key, found = values["key"], {values["key"]["prefix"]: values["costs"]}
+                source = f"unnamed weights on {key['device']}"
+                padded = key["compiled"] or key["positions"]  # such rounds are measured only at their buckets
+                buckets = values["costs"]["packed"] if padded else ()
+            else:
+                source = "{weights} on {hardware}".format_map(values["environment"])
+                found = {probe["prefix"]: probe["costs"] for probe in values["probes"]} or values["costs"]
+                buckets = values["buckets"]
             costs = {int(prefix): costs_of(each) for prefix, each in found.items()}
             if not costs:
                 raise KeyError("costs")
-            where = values.get("environment") or {"hardware": key["device"], "weights": "unnamed weights"}
             disturbed = "" if all(each.steady for each in costs.values()) else f", {DISTURBED}"
-            return cls(f"{where['weights']} on {where['hardware']}{disturbed}", costs, tuple(map(int, buckets)))
+            return cls(source + disturbed, costs, tuple(map(int, buckets)))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             hint = "give what `python -m minicast.bench --out FILE.json` wrote, with width auto or --probe-full"
             raise UsageError(f"{path} holds no measured costs: {hint}") from error
@@ -78,7 +81,7 @@ class Policies:
     Attributes:
         predicted: N*, the rule's width on the mass curve; 0 is AR
         threshold: mass from which a node pays on the fitted line, see `Decision`
-        fixed: speed over AR by domain and width N; under EVERYTHING, the mean over domains
+        fixed: speed over AR by domain, MEAN last, and width N
         chosen: likewise by domain and policy, "auto" or "round"
     """
 
@@ -88,11 +91,8 @@ class Policies:
     chosen: dict[str, dict[str, float]]
 
     def lines(self) -> list[str]:
-        """Markdown: a row a domain; the gap is to the best fixed width or AR, in points."""
-        heads = (
-            "speed over AR, pooled", f"N* = {self.predicted}", "auto", "round", "best fixed", "its speed",
-            "gap of auto, points",
-        )
+        """Markdown: a row a domain, their mean last; the gap is to the best fixed width or AR, in points."""
+        heads = ("speed over AR", f"N* = {self.predicted}", "auto", "round", "best fixed", "its speed", "gap of auto, points")
         rows = []
         for domain, widths in self.fixed.items():
             best = max(widths, key=widths.get)
@@ -127,7 +127,7 @@ def compare(
         "auto": by_domain(domains, choosing("auto"), times, costs.draft_ms),
         "round": by_domain(domains, choosing("round"), costs.times(buckets, widest), widest_ms),
     }
-    names = [*domains, EVERYTHING]
+    names = [*domains, MEAN]
     return Policies(
         decision.width,
         decision.threshold,
@@ -139,7 +139,10 @@ def compare(
 def by_domain(
     domains: dict[str, list[Replayable]], make: Callable[[BackOff], Policy], times: Sequence[float], draft_ms: float
 ) -> dict[str, float]:
-    """Speed over AR of a policy. `make` returns it for each answer, given the back-off of its domain's decoder."""
+    """Speed over AR of a policy by domain, and under MEAN their mean.
+
+    make: the policy of each answer, given the back-off of its domain's decoder
+    """
     speeds = {}
     for domain, answers in domains.items():
         back_off, tokens, ms = BackOff(), 0, 0.0
@@ -147,7 +150,7 @@ def by_domain(
             tokens += len(answer.needs["cast"])
             ms += decode_ms(answer, make(back_off), times, draft_ms)
         speeds[domain] = tokens * times[0] / ms
-    return speeds | {EVERYTHING: sum(speeds.values()) / len(speeds)}
+    return speeds | {MEAN: fmean(speeds.values())}
 
 
 def decode_ms(answer: Replayable, policy: Policy, times: Sequence[float], draft_ms: float) -> float:

@@ -2,7 +2,7 @@
 
 Costs are measured on the path that will run, the decoder's own two functions, decoding greedily: `propose` at three
 widths gives the draft and h(N), `settle` at a few row counts gives the target's pass with walk and commit. They are
-kept on disk, so that a deployment is probed once. The paper's own protocol (Table 5) is `paper_probe`, `--probe-full`.
+kept on disk, so that a deployment is probed once. The paper's own protocol (Table 5) is in `paper_probe`.
 
 Masses are means over recorded rounds, the mass curve of a target/draft pair: shipped beside the head as
 curve.json (minicast/replay.py records it), or else learned from the rounds decoded here.
@@ -29,15 +29,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minicast.answer import Options
 from minicast.back_off import BackOff, Pace
 from minicast.curve import MassCurve, read_shipped
-from minicast.answer import Options
 from minicast.decode import Decoder
-from minicast.figures import markdown
-from minicast.machine import cpu_seconds
 from minicast.policy import AutoWidth, FixedWidth, Policy, RoundWidth
 from minicast.round import MAX_ROWS, Request
-from minicast.width import FIT_FROM, MAX_WIDTH, UNINFORMED, CostModel, Decision, best_drafted, decide, round_times
+from minicast.width import MAX_WIDTH, UNINFORMED, CostModel, Decision, best_drafted, decide, round_times
 from model.device import clock, device_name
 from model.dflash import DraftHead
 from model.files import cache_directory, write_atomically
@@ -55,8 +53,6 @@ GRAIN = 0.02         # seconds by which /proc/stat, which counts in ticks, may b
 DISTURBED = "disturbed by other work on this machine"
 SECONDS = 3.0        # after this a group of passes is not repeated any more
 PREFIXES = (256, 1024, 4096, 16384, 65536)  # prefix lengths that costs are measured at
-PAPER_PACKED, PAPER_PREFIX = (1, 16, 24, 32, 48, 64, 96, 128), 1024  # of the paper's probe (Table 5)
-PAPER_WARM_UPS, PAPER_REPEATS = 8, 30
 LEARNED = 128        # rounds a learned mass curve needs; until then every round is judged by its own masses
 SAVED_EVERY = 4      # rounds: short answers, too, are learned from
 
@@ -77,7 +73,7 @@ class Costs:
     packed: tuple[int, ...]
     settle_ms: tuple[float, ...]
     propose_ms: tuple[float, ...]
-    proposed: tuple[int, ...] = (1, MAX_WIDTH)  # the default for files that do not say
+    proposed: tuple[int, ...]
     steady: bool = True
 
     @property
@@ -150,7 +146,7 @@ def interleaved(
 
     Passes that take longer than `seconds` together are warmed up once and repeated LEAST_REPEATS times.
 
-    clock: in seconds; used: `machine.cpu_seconds`, None where CPU time says nothing
+    clock: in seconds; used: `cpu_seconds`, None where CPU time says nothing
     """
     times = {name: [] for name in passes}
     opened, timed, before = clock(), 0, used and used()
@@ -170,6 +166,17 @@ def interleaved(
     lost = others - GRAIN / elapsed - max(os.cpu_count() - torch.get_num_threads(), 0)
     low, _, high = quantiles(next(iter(times.values())) * 2, n=4, method="inclusive")  # doubled: needs two or more
     return Timings({name: 1e3 * median(values) for name, values in times.items()}, high / low, worked, max(lost, 0.0))
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """CPU seconds used by this thread, and by everything else on this machine (0 without /proc). Compare two readings."""
+    try:
+        with open("/proc/stat") as lines:
+            ticks = [int(field) for field in lines.readline().split()[1:9]]  # of which 3 and 4 are idle
+    except OSError:
+        return time.thread_time(), 0.0
+    busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
+    return time.thread_time(), busy - time.process_time()
 
 
 class Passes:
@@ -275,56 +282,6 @@ def wants_more(costs: Costs, masses: Sequence[float], buckets: Sequence[int]) ->
     return best_drafted(masses, times) >= costs.packed[-1] - 1
 
 
-@torch.no_grad()
-def paper_probe(decoder: Decoder, prefix: int) -> Costs:
-    """Table 5's protocol: random packed tokens after `prefix` positions, 8 warm-ups and 30 timed passes a count.
-
-    The pass is timed as it runs, walk and commit included; so is the draft, with trees of three widths.
-    """
-    passes = Passes(decoder, prefix)
-    try:
-        return passes.costs(PAPER_PACKED, warm_ups=PAPER_WARM_UPS, repeats=PAPER_REPEATS, seconds=inf)
-    finally:
-        passes.close()
-
-
-@dataclass(frozen=True)
-class FullProbe:
-    """What `paper_probe` measured, and what follows from it.
-
-    Attributes:
-        device, prefix: where, and after how many positions
-        costs: as measured
-        slope, intercept: ms a row and ms, of the line fitted from n = 16 on
-        decision: the rule's, on the pair's mass curve; None while that is unknown
-    """
-
-    device: str
-    prefix: int
-    costs: Costs
-    slope: float
-    intercept: float
-    decision: Decision | None
-
-    def lines(self) -> list[str]:
-        """Markdown: the table, the fit, N* and why."""
-        costs = self.costs
-        drafts = ", ".join(f"of {N} {ms:.2f} ms" for N, ms in zip(costs.proposed, costs.propose_ms))
-        heads, times = map(str, costs.packed), (f"{ms:.1f}" for ms in costs.settle_ms)
-        lines = [
-            *markdown(["packed rows n", *heads], [["ms", *times]], names=1),
-            "",
-            f"- paper's probe on {self.device}: verify, walk and commit of random tokens after {self.prefix} "
-            f"positions, medians of {PAPER_REPEATS} after {PAPER_WARM_UPS} warm-ups",
-            f"- fit from n = {FIT_FROM} on: {self.intercept:.2f} + {self.slope:.4f} n ms; draft with a tree {drafts}",
-        ]
-        if not costs.steady:
-            lines.append(f"- the probe was {DISTURBED}: measure again when it is quiet")
-        if self.decision is None:
-            return [*lines, "- no N* follows yet: no mass curve of this pair is known"]
-        return [*lines, f"- N* = {self.decision.width} follows", *(f"- {line}" for line in self.decision.lines())]
-
-
 # Masses
 
 def shipped_file(decoder: Decoder) -> Path | None:
@@ -416,15 +373,6 @@ class Deployment:
         """The prefix length that stands for an answer of that size."""
         return prefix_bucket(prompt_tokens + new_tokens // 2, self.decoder.target.context)
 
-    def full_probe(self, prefix: int = PAPER_PREFIX) -> FullProbe:
-        """The paper's probe. It is not kept: widths still follow the short one."""
-        prefix = min(prefix, self.decoder.target.context)
-        costs = paper_probe(self.decoder, prefix)
-        cost = costs.model(self.decoder.state.buckets)
-        decision = self.decision(costs)
-        device = device_name(self.decoder.target.device)
-        return FullProbe(device, prefix, costs, slope=cost.slope, intercept=cost.intercept, decision=decision)
-
     @property
     def known_masses(self) -> list[float]:
         """Best first; empty while the curve is still being learned."""
@@ -479,21 +427,6 @@ def policy_of(
     return RoundWidth(costs.times(buckets, proposed), costs.proposal_ms(proposed), rate, back_off, learn)
 
 
-def explain(
-    decoder: Decoder, prompt_ids: Sequence[int], max_new_tokens: int, *, width: bool, reprobe: bool, full: bool
-) -> list[str]:
-    """Does what --explain (width), --reprobe and --probe-full (full) do before an answer. Returns the lines to print.
-
-    UsageError for a prompt that cannot be answered.
-    """
-    sizes = len(prompt_ids), decoder.room(prompt_ids, max_new_tokens)[0]
-    decoder.deployment = Deployment(decoder)
-    if reprobe:
-        decoder.deployment.costs_at(*sizes, reprobe=True)
-    lines = decoder.deployment.lines(*sizes) if width else []
-    return lines + (decoder.deployment.full_probe().lines() if full else [])
-
-
 def prefix_bucket(positions: int, context: int) -> int:
     """The prefix length that costs are measured at for this one."""
     return min(next((bucket for bucket in PREFIXES if bucket >= positions), PREFIXES[-1]), context)
@@ -545,8 +478,8 @@ def read_costs(path: Path, key: dict) -> Costs | None:
 
 def costs_of(values: dict) -> Costs:
     """Costs from JSON. Raises KeyError, TypeError or ValueError for anything else."""
-    tables = {name: tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms", "proposed") if name in values}
-    costs = Costs(**tables, steady=bool(values.get("steady", True)))
+    tables = (tuple(values[name]) for name in ("packed", "settle_ms", "propose_ms", "proposed"))
+    costs = Costs(*tables, steady=bool(values["steady"]))
     costs.model(), costs.proposal_ms(1)  # these refuse what cannot be a measurement
     if not all(0 < ms < inf for ms in costs.propose_ms):
         raise ValueError("a proposal's time is finite and above 0 ms")

@@ -41,9 +41,9 @@ from tqdm import tqdm
 
 from minicast.command import Choice, Placement, guarded, note_no_effect
 from minicast.curve import MassCurve, read_shipped
-from minicast.figures import markdown
 from minicast.prompts import EVERYTHING, PROMPTS, read_prompts
 from minicast.report import commit
+from minicast.table import markdown
 from minicast.tree import RANK_CAP, Tree, ranked_tree, top_ranked
 from minicast.width import MAX_WIDTH
 from model import hub, train_data
@@ -584,7 +584,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         prefix = measured.prefix_for(middle(arguments.out, settings))
         policies = compare(domains, shipped or curve, measured.costs[prefix], measured.buckets)
         sources = {
-            "costs": f"{measured.source} ({arguments.costs})" + (f", prefix {prefix}" if prefix else ""),
+            "costs": f"{measured.source} ({arguments.costs}), prefix {prefix}",
             "curve": "curve.json beside the head, which auto goes by" if shipped else "recorded in these rounds",
         }
 

@@ -19,7 +19,8 @@ from minicast.figures import (
     Prediction, Record, Row, difference_lines, located, prediction_table, repeat_table, shape_table, speed_table, summary,
 )
 from minicast.machine import TREE_DEPTH, Floor
-from minicast.probe import Costs, FullProbe
+from minicast.paper_probe import FullProbe
+from minicast.probe import Costs
 from minicast.prompts import MEAN
 from minicast.tree import RANK_CAP
 from minicast.width import MAX_WIDTH

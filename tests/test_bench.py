@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from graphs import capture
-from minicast import audit, bench, figures, machine, probe, prompts, report, round
+from minicast import audit, bench, figures, machine, paper_probe, probe, prompts, report, round
 from minicast.bench import Arm, Journal, Plan
 from minicast.command import Choice
 from minicast.answer import Output
@@ -25,6 +25,7 @@ from minicast.policy_replay import Measured
 from minicast.prompts import MEAN, Prompt, Question
 from minicast.sampling import SamplingParams, gumbel_noise, shape_logits
 from minicast.subject import load_random_head
+from minicast.table import markdown
 from model import load_draft, load_target, load_tokenizer
 from model.errors import UsageError, UserError
 from model.files import write_atomically
@@ -740,7 +741,7 @@ def test_every_figure_stands_under_its_own_head():
 @pytest.mark.parametrize("names, line", [(1, "|---|---:|---:|"), (2, "|---|---|---:|"), (3, "|---|---|---|")])
 def test_names_are_aligned_left_and_figures_right(names, line):
     rows = ["| 1 | 2 | 3 |", "| x |  | y |"]
-    assert list(figures.markdown("abc", ["123", ["x", "", "y"]], names)) == ["| a | b | c |", line, *rows]
+    assert list(markdown("abc", ["123", ["x", "", "y"]], names)) == ["| a | b | c |", line, *rows]
 
 
 def test_a_comparison_has_each_methods_own_figures():
@@ -846,9 +847,9 @@ def test_program_writes_table_and_json(flags, tmp_path, monkeypatch, capsys):
     assert report["ar_over_floor"] == pytest.approx(step_ms / report["floor"]["ms"])
     assert report["floor"]["ms"] == min(floor.ms for floor in floors) and len(floors) == 2  # the floor should not flatter
     assert report["costs"] == {} and report["buckets"] == []
-    markdown = out.with_suffix(".md").read_text()
-    assert "| gain over DFlash, range over repeats |" in markdown and "the median of its repeats" in markdown
-    assert "speedup over AR, pooled | speedup over AR, mean of prompts |" in markdown
+    tables = out.with_suffix(".md").read_text()
+    assert "| gain over DFlash, range over repeats |" in tables and "the median of its repeats" in tables
+    assert "speedup over AR, pooled | speedup over AR, mean of prompts |" in tables
     assert {row["domain"] for row in report["rows"]} == {"math", "chat", MEAN}
     assert report["ar_over_floor"] > 1 and set(report["outside_share"]) == {"ar", "dflash", "cast N=5"}
     environment = report["environment"]
@@ -1008,8 +1009,8 @@ def test_program_sweeps_widths_and_samples(flags, tmp_path, monkeypatch, capsys)
 def test_program_probes_as_the_paper_does(flags, tmp_path, monkeypatch, capsys):
     """The table and its fit stand in both files; without the flag there is neither."""
     monkeypatch.setenv("MINICAST_CACHE", str(tmp_path))  # no curve was learned there
-    monkeypatch.setattr(probe, "PAPER_WARM_UPS", 0)
-    monkeypatch.setattr(probe, "PAPER_REPEATS", 1)
+    monkeypatch.setattr(paper_probe, "WARM_UPS", 0)
+    monkeypatch.setattr(paper_probe, "REPEATS", 1)
     out = tmp_path / "probed.json"
     assert bench.main([*flags, "--methods", "ar", "--probe-full", "--out", str(out)]) == 0
     probed = json.loads(out.read_text())["probes"][0]
@@ -1022,8 +1023,8 @@ def test_program_probes_as_the_paper_does(flags, tmp_path, monkeypatch, capsys):
 
 def test_program_sweeps_prefixes_and_lengths(flags, tmp_path, monkeypatch):
     """One table, a row a cell; the probe asks at the same prefixes."""
-    monkeypatch.setattr(probe, "PAPER_WARM_UPS", 0)
-    monkeypatch.setattr(probe, "PAPER_REPEATS", 1)
+    monkeypatch.setattr(paper_probe, "WARM_UPS", 0)
+    monkeypatch.setattr(paper_probe, "REPEATS", 1)
     out = tmp_path / "cells.json"
     swept = ["--max-new-tokens", "3,6", "--prefix", "8,99", "--methods", "ar,cast", "--probe-full"]
     assert bench.main([*flags, "--prompts", str(tmp_path / "chat.jsonl"), *swept, "--out", str(out)]) == 0
@@ -1085,8 +1086,8 @@ def test_program_shows_auto_beside_ar(flags, tmp_path, capsys):
 
 def test_program_measures_random_weights(tmp_path, monkeypatch, capsys):
     """A shape without a checkpoint: prompts of random ids, and the table and the JSON say what it is."""
-    monkeypatch.setattr(probe, "PAPER_WARM_UPS", 0)
-    monkeypatch.setattr(probe, "PAPER_REPEATS", 1)
+    monkeypatch.setattr(paper_probe, "WARM_UPS", 0)
+    monkeypatch.setattr(paper_probe, "REPEATS", 1)
     out, tiny = tmp_path / "shape.json", ["--random-weights", "tiny"]
     some = [*tiny, "--prefix", "40", "--max-new-tokens", "5", "--limit", "2", "--audit", "--probe-full"]
     assert bench.main([*some, "--out", str(out)]) == 0

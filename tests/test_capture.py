@@ -153,7 +153,7 @@ def deployed(decoder: Decoder) -> Decoder:
     """With costs and a mass curve that are given, so that nothing is measured or learned: 15 good candidates."""
     deployment = decoder.deployment = Deployment(decoder)
     deployment.curve = MassCurve([0.4] * 15 + [0.0] * (MAX_WIDTH - 15), [0.4] * DEPTH, [], [], rounds=LEARNED)
-    costs = Costs(BUCKETS, (10.0, 11.0, 11.2, 11.5, 12.0, 12.5, 13.5, 15.0), (1.5, 1.5))
+    costs = Costs(BUCKETS, (10.0, 11.0, 11.2, 11.5, 12.0, 12.5, 13.5, 15.0), (1.5, 1.5), (1, 127))
     deployment.costs_at = lambda prompt_tokens, new_tokens: costs
     return decoder
 

@@ -2,14 +2,22 @@
 
 import ast
 import io
+import os
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
 import pytest
 
+from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
+
 ROOT = Path(__file__).parents[1]
 PURE = [f"minicast/{name}.py" for name in ("tree", "verify", "theorem3", "sampling", "nucleus", "width", "back_off", "policy")]
 SOURCES = sorted(p for package in ("minicast", "model", "graphs") for p in (ROOT / package).glob("*.py")) + [ROOT / "run.py"]
+
+
+ROOMS = ("figures", "table", "prompts", "machine", "paper_probe", "bench", "report", "record", "replay", "policy_replay")
 
 
 def code_lines(path: Path) -> int:
@@ -51,8 +59,8 @@ PATH += ["graphs/capture", "graphs/masks", "graphs/cpu"]
 def test_the_path_of_a_token_stays_short():
     """Under 2,000 lines in all, to be read in an afternoon.
 
-    It is not all that a default run imports. How wide to draft is decided in `width`, `back_off`, `policy`, `curve`,
-    `probe` and `machine`, and changes no text; prompts, templates, downloads and the terminal come before the ids and
+    It is not all that a default run imports. How wide to draft is decided in `width`, `back_off`, `policy`, `curve` and
+    `probe`, and changes no text; prompts, templates, downloads and the terminal come before the ids and
     after them.
     """
     assert sum(code_lines(ROOT / f"{name}.py") for name in PATH) < 1970
@@ -70,6 +78,19 @@ def test_packages_import_one_way():
         if str(path.relative_to(ROOT)) in PURE:
             assert not imported & {"model", "graphs"}, path
         assert "transformers" not in imported, path
+
+
+def test_an_answer_loads_no_room_of_the_bench(tmp_path):
+    """A default run, with its probe: neither statistics nor prompts nor what only the bench or replay measures."""
+    target, draft = write_tiny_target(tmp_path / "target"), write_tiny_draft(tmp_path / "draft")
+    write_byte_tokenizer(target)
+    flags = ["--prompt", "a", "--raw", "--model", str(target), "--draft-model", str(draft), "--max-new-tokens", "4"]
+    code = f"import run, sys\nassert run.main({flags}) == 0\nprint(*sys.modules, file=sys.stderr)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MINICAST_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert "minicast.probe" in loaded and not loaded & {f"minicast.{room}" for room in ROOMS}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -32,11 +32,11 @@ def bench() -> dict:
     record = {"arm": "cast N=auto", "domain": "math", "output": {"widths": [7, 0, 0, 7, 3, 0]}}  # it paused half of the time
     hard = record | {"domain": "chat", "output": {"widths": [3, 3, 0]}}  # another width than in maths: two predictions
     others = [{"arm": arm, "domain": "essays", "output": {"widths": [31]}} for arm in ("ar", "cast N=round")]
-    return {"rows": rows, "records": [record, hard, *others]}
+    return {"rows": rows, "costs": {}, "probes": [], "records": [record, hard, *others]}
 
 
 FILES = {
-    "replay": ({"findings": [finding("math"), finding("all")]}, ["lengths", "scores"]),
+    "replay": ({"findings": [finding("math"), finding("all")], "policies": None}, ["lengths", "scores"]),
     "bench": (bench(), ["speedup"]),
     "probe": ({"costs": {"packed": [1, 4, 16, 32], "settle_ms": [20.0, 21.0, 30.0, 46.0]}}, ["latency"]),
     "probed": (
@@ -47,8 +47,6 @@ FILES = {
         bench() | {"costs": {P: {"packed": [1, 16], "settle_ms": [20.0, 30.0]} for P in ("256", "1024")}},
         ["speedup", "latency-auto-256", "latency-auto-1024"],
     ),
-    "older bench": (bench() | {"costs": {"packed": [1, 16], "settle_ms": [20.0, 30.0]}}, ["speedup", "latency"]),
-    "table": ({"packed": [16, 32], "settle_ms": [30.0, 46.0]}, ["latency"]),
 }
 
 
@@ -145,10 +143,10 @@ def test_four_panels_of_scores():
 
 
 @pytest.mark.parametrize("policies, drawn", [
-    ({"threshold": 0.12}, {"threshold 0.12": 0.12}), ({"threshold": -0.01}, {}), ({"predicted": 4}, {}), (None, {}),
+    ({"threshold": 0.12}, {"threshold 0.12": 0.12}), ({"threshold": -0.01}, {}), (None, {}),
 ], ids=str)
 def test_the_stopping_threshold_is_among_the_masses(policies, drawn):
-    """Where the analysis has one that a mass can meet; older analyses and those without costs have none."""
+    """Where the analysis has one that a mass can meet; those without costs have none."""
     pytest.importorskip("matplotlib")
     masses = plot.scores(FILES["replay"][0] | {"policies": policies}).axes[2]
     found = {line.get_label(): line.get_ydata()[0] for line in masses.lines if "threshold" in line.get_label()}
@@ -191,8 +189,8 @@ def test_a_file_in_place_of_the_directory(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("values", [
-    {"findings": []}, {"rows": [{}]}, {"packed": [1], "settle_ms": ["x"]},
-    {"packed": [1, 2], "settle_ms": [1, 10**400]},
+    {"findings": []}, {"rows": [{}]}, {"costs": {"packed": [1], "settle_ms": ["x"]}},
+    {"costs": {"packed": [1, 2], "settle_ms": [1, 10**400]}},
 ], ids=range(4))
 def test_figures_of_another_kind_are_one_line(tmp_path, capsys, values):
     """The right names with the wrong content."""

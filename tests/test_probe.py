@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from graphs.masks import TILE
-from minicast import answer, back_off, machine, probe
-from minicast.back_off import RECORDED_TRY_SHARE, TRY_SHARE
+from minicast import answer, back_off, paper_probe, probe
 from minicast.curve import MassCurve
 from minicast.answer import Options
 from minicast.decode import Decoder
 from minicast.methods import METHODS
+from minicast.paper_probe import full_probe
 from minicast.policy import AutoWidth, FixedWidth, RoundWidth
 from minicast.probe import LEARNED, Costs, Deployment, Passes, Timings, interleaved
 from minicast.round import BUCKETS
@@ -160,16 +160,16 @@ def test_work_that_takes_a_cpu_from_spinning_threads_is_noticed(disturbable, mon
 def test_what_others_run_is_what_the_system_counts_less_what_this_program_runs(monkeypatch):
     """Time in programs, in the system and with other guests counts; idle time and waiting for disks does not, and time
     of guests of our own counts once."""
-    before = machine.cpu_seconds()
+    before = probe.cpu_seconds()
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"], check=True)
-    assert machine.cpu_seconds()[1] - before[1] > 0.9
+    assert probe.cpu_seconds()[1] - before[1] > 0.9
     ticks = os.sysconf("SC_CLK_TCK")
     line = "cpu " + " ".join(str(count * ticks) for count in (1, 2, 4, 500, 600, 8, 16, 32, 700, 800))
     monkeypatch.setattr("builtins.open", lambda path: io.StringIO(f"{line}\ncpu0 1 1 1 1\n"))
     monkeypatch.setattr(time, "process_time", lambda: 3.0)
-    assert machine.cpu_seconds()[1] == 1 + 2 + 4 + 8 + 16 + 32 - 3
+    assert probe.cpu_seconds()[1] == 1 + 2 + 4 + 8 + 16 + 32 - 3
     monkeypatch.setattr("builtins.open", lambda path: (_ for _ in ()).throw(FileNotFoundError(path)))
-    assert machine.cpu_seconds()[1] == 0
+    assert probe.cpu_seconds()[1] == 0
 
 
 class AsWritten:
@@ -222,7 +222,7 @@ def test_a_disturbed_probe_is_not_kept(disturbable, target, draft, table):
         decoder.generate(prompt_of(6), max_new_tokens=9)
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
     assert not list((draft.directory / "cache").rglob("*.json"))
-    assert "disturbed" in "\n".join(Deployment(decoder).full_probe().lines())
+    assert "disturbed" in "\n".join(full_probe(Deployment(decoder)).lines())
     table.asked.clear()
     table.spread = 1.2
     Deployment(Decoder(target, draft)).costs_at(5, 9)
@@ -284,7 +284,7 @@ def test_full_probe(target, draft, table):
     ship(draft)
     table.ms = {n: 10 + 0.05 * n for n in range(2, 128)} | {1: 3.0, 128: 16.4 + 20}
     decoder = Decoder(target, draft)
-    found = Deployment(decoder).full_probe()
+    found = full_probe(Deployment(decoder))
     assert found.costs.packed == (1, 16, 24, 32, 48, 64, 96, 128)
     assert table.asked == [*found.costs.packed, *PROPOSED] \
         and (table.protocol["warm_ups"], table.protocol["repeats"]) == (8, 30)
@@ -318,7 +318,7 @@ def test_probe_goes_on_only_while_the_rule_adds(target, draft, table):
 
 def test_a_best_width_at_the_end_of_what_was_measured_may_not_be_the_best():
     """Beyond the last row count costs are guessed, and a guess that is too high would stop there."""
-    costs = Costs((1, 4, 8, 16), (10.0, 10.3, 10.7, 11.5), (4.0, 4.0))
+    costs = Costs((1, 4, 8, 16), (10.0, 10.3, 10.7, 11.5), (4.0, 4.0), (1, 127))
     for worthy, more in ((14, False), (15, True), (16, True)):
         masses = [0.5] * worthy + [0.001] * (MAX_WIDTH - worthy)
         assert stopping_width(masses, costs.model(), costs.draft_ms) == worthy
@@ -477,7 +477,7 @@ def test_an_interrupted_probe_leaves_the_counters_as_they_were(target, draft, mo
 
 
 def test_overhead_goes_straight_between_the_widths_measured():
-    costs = Costs((1, 16), (10.0, 12.0), (4.0, 4.0 + 1.26))
+    costs = Costs((1, 16), (10.0, 12.0), (4.0, 4.0 + 1.26), (1, 127))
     assert costs.draft_ms == 4.0
     assert [costs.overhead_ms(N) for N in (1, 64, 127)] == pytest.approx([0, 0.63, 1.26])
     assert costs.times(())[0] == 10.0
@@ -567,7 +567,7 @@ def test_a_curve_is_on_disk_after_a_few_rounds(target, draft):
 
 def test_the_chains_speed_is_by_what_was_recorded_of_it():
     """What its scores promise only where that is all there is."""
-    costs, recorded = Costs((1, 128), (10.0, 20.0), (2.0, 3.0)), [0.4] * DEPTH
+    costs, recorded = Costs((1, 128), (10.0, 20.0), (2.0, 3.0), (1, 127)), [0.4] * DEPTH
     both, told = MassCurve(GOOD, [0.9] * DEPTH, [], recorded), MassCurve(GOOD, recorded, [], [])
     speeds = [probe.decide_by(curve, costs).tokens_per_second["dflash"] for curve in (both, told)]
     assert speeds[0] == speeds[1] > 0
@@ -644,10 +644,10 @@ def test_explaining_reserves_what_the_answer_may_take(target, draft, table):
     ship(draft)
     decoder = Decoder(target, draft)
     asked = {"max_new_tokens": 10**7, "reprobe": True, "width": True, "full": False}
-    assert probe.explain(decoder, prompt_of(5), **asked)
+    assert paper_probe.explain(decoder, prompt_of(5), **asked)
     assert decoder.state.slots <= target.context + 2 * MAX_WIDTH + TILE
     with pytest.raises(UsageError, match="context"):
-        probe.explain(decoder, prompt_of(600), **asked)
+        paper_probe.explain(decoder, prompt_of(600), **asked)
 
 
 # Policies
@@ -659,9 +659,8 @@ SAMPLED = {"temperature": 1.0, "seed": 3}
 @pytest.mark.parametrize("width, ms, options", [
     ("auto", FLAT, {}), ("auto", FLAT, SAMPLED), ("round", FLAT, SAMPLED), ("round", STEEP, {}),
 ], ids=["auto", "auto-sampled", "round-sampled", "round-steep"])
-def test_adaptive_widths_give_the_autoregressive_tokens(target, draft, table, body, width, ms, options, monkeypatch):
+def test_adaptive_widths_give_the_autoregressive_tokens(target, draft, table, body, width, ms, options):
     """Trimmed trees, pauses and drafts after pauses change no token, and the caches serve a next turn."""
-    monkeypatch.setattr(back_off, "RECORDED_BUDGET", 1.0)  # so that it pauses early
     ship(draft, accepted=GOOD)
     table.ms = ms
     decoder = Decoder(target, draft, attention=body, max_length=128)
@@ -734,18 +733,19 @@ def test_probe_time_is_no_answer_time(target, draft, monkeypatch):
     """The probe comes before the clocks of the answer start."""
     ship(draft)
     decoder = Decoder(target, draft)
-    order, costs = [], Costs((1, 128), (1.0, 1.0), (1.0, 1.0))
+    order, costs = [], Costs((1, 128), (1.0, 1.0), (1.0, 1.0), (1, 127))
     monkeypatch.setattr(probe, "measure_costs", lambda *known: order.append("probe") or costs)
     monkeypatch.setattr(answer, "clock", lambda device: order.append("clock") or clock(device))
     decoder.generate(prompt_of(5), max_new_tokens=3)
     assert order[0] == "probe" and "probe" not in order[1:]
 
 
-@pytest.mark.parametrize("accepted, share", [
-    ([0.9] * MAX_WIDTH, RECORDED_TRY_SHARE), ([], TRY_SHARE), ([0.0] * MAX_WIDTH, TRY_SHARE),
+@pytest.mark.parametrize("accepted, ends", [
+    ([0.9] * MAX_WIDTH, True), ([], False), ([0.0] * MAX_WIDTH, False),
 ], ids=["pays", "unknown", "does not"])
-def test_a_pair_that_was_recorded_to_pay_is_tried_again_sooner(target, draft, table, accepted, share):
-    """Scores promise, records tell: with promises alone, or a record that speaks against drafting, pauses are long."""
+def test_a_pair_that_was_recorded_to_pay_is_tried_again_in_the_next_answer(target, draft, table, accepted, ends):
+    """Scores promise, records tell: with promises alone, or a record that speaks against drafting, a pause goes on."""
     ship(draft, [0.9] * MAX_WIDTH, accepted=accepted)
-    policy = Decoder(target, draft).policy(Options("cast", "round"), 5, 9)
-    assert policy.back_off.try_share == share
+    decoder = Decoder(target, draft)
+    decoder.policy(Options("cast", "round"), 5, 9).back_off.ar_tokens_left = 50
+    assert decoder.policy(Options("cast", "round"), 5, 9).back_off.drafting == ends

@@ -8,6 +8,7 @@ import errno
 import json
 import random
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from minicast import replay
 from minicast.curve import MassCurve
 from minicast.decode import Decoder
+from minicast.probe import Costs
 from minicast.replay import Drafts, Recording, Replayable, Shape, Step, needed
 from minicast.tree import best_first_tree, chain_tree
 from model import files, load_draft, load_target, train_data
@@ -418,24 +420,28 @@ def test_records_goes_on_and_analyses(command, tmp_path, monkeypatch, capsys):
     assert json.loads((out / "analysis.json").read_text())["findings"] == report["findings"]
 
     capsys.readouterr()
-    costs = {"packed": [1, 4, 16], "settle_ms": [9.0, 10.0, 14.0], "propose_ms": [2.0, 3.0]}
-    measured = tmp_path / "bench.json"
-    measured.write_text(json.dumps({"costs": costs, "environment": {"weights": "W", "hardware": "H"}}))
+    measured = bench_of(tmp_path, {"256": Costs((1, 4, 16), (9.0, 10.0, 14.0), (2.0, 3.0), (1, 127))})
     assert command("--analyse", "--costs", str(measured))[0] == 0
     printed = capsys.readouterr().out
-    assert "gap of auto" in printed and f"costs of W on H ({measured})\n" in printed
+    assert "gap of auto" in printed and f"costs of W on H ({measured}), prefix 256\n" in printed
     policies = json.loads((out / "analysis.json").read_text())["policies"]
-    assert set(policies["chosen"]) == {"maths", "all"} and policies["threshold"] > 0
-    assert policies["curve"] == "recorded in these rounds" and policies["costs"] == f"W on H ({measured})"
+    assert set(policies["chosen"]) == {"maths", "mean"} and policies["threshold"] > 0
+    assert policies["curve"] == "recorded in these rounds" and policies["costs"] == f"W on H ({measured}), prefix 256"
+
+
+def bench_of(directory: Path, costs: dict[str, Costs]) -> Path:
+    """A bench's file, as far as replay reads it."""
+    values = {"environment": {"weights": "W", "hardware": "H"}, "buckets": [], "probes": []}
+    file = directory / "bench.json"
+    file.write_text(json.dumps(values | {"costs": {prefix: vars(each) for prefix, each in costs.items()}}))
+    return file
 
 
 def test_policies_go_by_the_curve_that_auto_would_use(command, tmp_path, capsys):
     """The one beside the head, unless it is young or of other weights, and the costs of these prompts' lengths."""
-    dear = {"packed": [1, 16], "settle_ms": [9.0, 99.0], "propose_ms": [20.0, 30.0]}
-    level = {"packed": [1, 16], "settle_ms": [9.0, 9.0], "propose_ms": [1e-6, 1e-6]}
-    measured, shipped = tmp_path / "bench.json", tmp_path / "draft" / "curve.json"
-    environment = {"weights": "W", "hardware": "H"}
-    measured.write_text(json.dumps({"costs": {"14": dear, "256": level, "1024": dear}, "environment": environment}))
+    dear = Costs((1, 16), (9.0, 99.0), (20.0, 30.0), (1, 127))
+    level = Costs((1, 16), (9.0, 9.0), (1e-6, 1e-6), (1, 127))
+    measured, shipped = bench_of(tmp_path, {"14": dear, "256": level, "1024": dear}), tmp_path / "draft" / "curve.json"
     _, out = command()
 
     def policies(rounds: int, mass: float) -> dict:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 import run
 from graphs import capture
 from graphs.masks import BODIES
-from minicast import bench, command, probe
+from minicast import bench, command, paper_probe, probe
 from minicast.command import Choice
 from minicast.answer import Output, Round
 from minicast.decode import Decoder
@@ -231,8 +231,8 @@ def test_explain_and_reprobe(cli, monkeypatch):
 def test_probe_full(cli, monkeypatch, tmp_path):
     """Table 5's counts on stderr, and N* or why there is none; the text is the same with it."""
     monkeypatch.setenv("MINICAST_CACHE", str(tmp_path))  # no curve was learned there
-    monkeypatch.setattr(probe, "PAPER_WARM_UPS", 0)
-    monkeypatch.setattr(probe, "PAPER_REPEATS", 1)
+    monkeypatch.setattr(paper_probe, "WARM_UPS", 0)
+    monkeypatch.setattr(paper_probe, "REPEATS", 1)
     few = ("--raw", "--max-new-tokens", "4", "--method", "ar")
     _, text, before = cli(*few)
     status, out, err = cli(*few, "--probe-full")
