@@ -4,6 +4,7 @@ directories that say whose answers they hold.
 Whoever reads a file that is written here, or kills its writer, finds the old file or the new one.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from model.errors import UsageError, UserError
 
 SETTINGS = "settings.json"  # in a directory of answers: whose they are
+CURVE = "curve.json"        # beside a head: the mass curve of its pair
 
 
 def cache_directory() -> Path:
@@ -22,6 +24,11 @@ def cache_directory() -> Path:
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]).expanduser() / "minicast"
     return Path("~/.cache/minicast").expanduser()
+
+
+def digest(text: str) -> str:
+    """SHA-256 of a text, in hex: names what it stands for, the same in every run."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_atomically(path: Path, content: str | Callable[[Path], object]) -> None:

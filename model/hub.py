@@ -18,7 +18,7 @@ from pathlib import Path
 from model import default_model
 from model.config import draft_config, read_config, target_config
 from model.errors import UsageError, UserError
-from model.files import cache_directory
+from model.files import CURVE, cache_directory
 
 HEADS = Path(__file__).parent / "heads"
 
@@ -84,7 +84,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 WEIGHT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
-BESIDE_A_HEAD = ("curve.json", "frequent_tokens.json")  # where it comes from here
+BESIDE_A_HEAD = (CURVE, "frequent_tokens.json")  # where it comes from here
 WANTED = {
     "target": TOKENIZER_FILES + WEIGHT_FILES,
     "draft": WEIGHT_FILES + BESIDE_A_HEAD,

@@ -14,7 +14,6 @@ the first says what greedy acceptance asks, the second how sure the target was, 
 softmax of the loss runs over the tokens that occur in the answers alone.
 """
 
-import hashlib
 import json
 import random
 import warnings
@@ -28,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from model.errors import UserError
-from model.files import read_text, save_tensors, write_atomically
+from model.files import digest, read_text, save_tensors, write_atomically
 from model.transformer import KVCache, Target, Window
 
 LABELS = 32  # most probable tokens kept at each position
@@ -218,7 +217,7 @@ class ReadingCache:
     def path(self, example: Example) -> Path:
         """Where the reading of `example` is kept."""
         key = f"{self.identity} {len(example.prompt)} {example.tokens}"
-        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.safetensors"
+        return self.directory / f"{digest(key)[:20]}.safetensors"
 
     def __contains__(self, example: Example) -> bool:
         return self.path(example).exists()
@@ -371,11 +370,6 @@ def by_domain(examples: list[Example]) -> dict[str, list[Example]]:
     return groups
 
 
-def digest(*values) -> str:
-    """Names values by a few letters, the same in every run."""
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:20]
-
-
 def interleave(examples: list[Example]) -> list[Example]:
     """A fixed shuffle in which every stretch holds all domains in proportion."""
     placed = []
@@ -392,6 +386,7 @@ def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[E
     """
     ordered, apart = interleave(examples), set()
     for group in by_domain(examples).values():
-        apart.update(sorted({example.prompt for example in group}, key=digest)[:held_out])
+        prompts = {example.prompt for example in group}
+        apart.update(sorted(prompts, key=lambda prompt: digest(repr((prompt,))))[:held_out])
     kept = [example for example in ordered if example.prompt not in apart]
     return kept, [example for example in ordered if example.prompt in apart]

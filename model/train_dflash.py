@@ -38,7 +38,7 @@ from minicast.width import MAX_WIDTH
 from model.device import device_name
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.files import check_directory, claim, write_atomically
+from model.files import check_directory, claim, digest, write_atomically
 from model.hub import check_name
 from model.linear import linear_layers
 from model.load import load_target
@@ -50,7 +50,6 @@ from model.train_data import (
     ReadingCache,
     Sampler,
     answer,
-    digest,
     make_batch,
     read_responses,
     split,
@@ -227,7 +226,7 @@ class Trainer:
     def run(self) -> None:
         """Train until the budget is used."""
         progress = self.progress
-        now = digest(*sorted(example.prompt for example in self.held_out))
+        now = digest(repr(tuple(sorted(example.prompt for example in self.held_out))))[:20]
         if progress.held_out != now or not self.weights.exists():  # the run begins, files joined, or the head is gone
             self.save()  # first: a head without a checkpoint would be taken for somebody else's
             progress.held_out, progress.best = now, 0.0
