@@ -16,7 +16,6 @@ from minicast.width import Decision
 
 COMPARED, COMPARED_LEAST = 9, 3  # the median of the latest comparisons counts; with fewer than 3, the probe's times
 COMPARE_FIRST, COMPARE_EVERY = 6, 48  # drafted rounds before AR runs for a comparison: while there are too few, and later
-NEIGHBOURS = 5  # AR is compared with the median of this many drafted rounds just before it
 
 
 @dataclass
@@ -37,7 +36,7 @@ class Pace:
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))
     since: int = 0
-    _drafted: deque[float] = field(default_factory=lambda: deque(maxlen=NEIGHBOURS))  # before the latest AR rounds
+    _drafted: float | None = None  # excess of this answer's latest drafted round
     _ar_rounds: int = 0  # since then
     _compared: bool = False  # in this answer
 
@@ -59,22 +58,18 @@ class Pace:
         """
         if self.ratios and not self._compared:
             self.ratios.popleft()
-        self._drafted.clear()
-        self._ar_rounds, self._compared = 0, False
+        self._drafted, self._ar_rounds, self._compared = None, 0, False
 
     def observe(self, drafted: bool, excess: float) -> None:
         """A round took `excess` times its predicted time."""
         if drafted:
-            if self._ar_rounds:
-                self._drafted.clear()
-            self._drafted.append(excess)
-            self._ar_rounds = 0
+            self._drafted, self._ar_rounds = excess, 0
             self.since += 1
             return
         self._ar_rounds += 1
         if self._ar_rounds == 2:
-            if self._drafted:
-                self.ratios.append(median(self._drafted) / excess)
+            if self._drafted is not None:
+                self.ratios.append(self._drafted / excess)
                 self._compared = True
             self.since = 0
 

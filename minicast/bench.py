@@ -18,7 +18,6 @@ from minicast.program import (
 start(__name__)  # before anything slow is imported
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -45,7 +44,7 @@ from minicast.subject import HEAD, PREFIX, Subject
 from minicast.width import MAX_WIDTH
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.files import check_file, write_atomically
+from model.files import check_file, digest, write_atomically
 from model.random_weights import SHAPES
 from model.transformer import Target
 
@@ -441,7 +440,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         "compile": arguments.compile,
         "arms": [str(arm) for arm in arms],
         "prompts": [file.name for file in arguments.prompts or []],
-        "questions": hashlib.sha256(repr(subject.questions).encode()).hexdigest(),
+        "questions": digest(repr(subject.questions)),
         "limit": arguments.limit,
         "prefix": arguments.prefix,
         "max_new_tokens": arguments.max_new_tokens,

@@ -26,6 +26,7 @@ from torch import Tensor
 from minicast.answer import Output
 from minicast.prompts import MEAN
 from minicast.table import markdown
+from minicast.terminal import ms_per_token
 
 RESAMPLES = 10_000
 
@@ -178,17 +179,17 @@ def _cells(records: Sequence[Record]) -> Cells:
 def _row(domain: str, arm: str, cells: Cells, seed: int, sampled: bool) -> Row:
     own = cells[domain, arm]
     ar, dflash = _rival(cells, domain, arm, "ar"), _rival(cells, domain, arm, "dflash")
-    gain = over(ms_per_token(dflash), ms_per_token(own))
+    gain = over(record_ms(dflash), record_ms(own))
     return Row(
         domain,
         arm,
         R=mean_committed(own),
-        ms_per_token=ms_per_token(own),
-        wall_ms_per_token=ms_per_token(own, "wall_seconds"),
+        ms_per_token=record_ms(own),
+        wall_ms_per_token=record_ms(own, "wall_seconds"),
         round_ms=round_ms(own),
         break_even=over(round_ms(own), round_ms(ar)),
-        speedup=over(ms_per_token(ar), ms_per_token(own)),
-        wall_speedup=over(ms_per_token(ar, "wall_seconds"), ms_per_token(own, "wall_seconds")),
+        speedup=over(record_ms(ar), record_ms(own)),
+        wall_speedup=over(record_ms(ar, "wall_seconds"), record_ms(own, "wall_seconds")),
         prompt_speedup=bootstrap([prompt_ratios(ar, own, sampled)], seed),
         wall_prompt_speedup=bootstrap([prompt_ratios(ar, own, sampled, "wall_seconds")], seed),
         gain=None if gain is None else gain - 1,
@@ -309,10 +310,9 @@ def over(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator and denominator else None
 
 
-def ms_per_token(records: Sequence[Record], timer: str = "decode_seconds") -> float | None:
-    """Time over emitted tokens, of all answers together."""
-    seconds = sum(getattr(record.output, timer) for record in records)
-    return over(seconds * 1e3, sum(len(record.output.token_ids) for record in records))
+def record_ms(records: Sequence[Record], timer: str = "decode_seconds") -> float | None:
+    """The paper's t, of all answers together."""
+    return ms_per_token([record.output for record in records], timer)
 
 
 def round_ms(records: Sequence[Record]) -> float | None:
@@ -360,7 +360,7 @@ def repeat_ratio(
     """
     theirs = {record.repeat: record for record in reference}
     pairs = [(theirs[record.repeat], record) for record in own if record.repeat in theirs]
-    found = (over(*(ms_per_token([record], timer) for record in pair)) for pair in pairs)
+    found = (over(*(record_ms([record], timer) for record in pair)) for pair in pairs)
     ratios = [ratio for ratio in found if ratio is not None]
     average = statistics.fmean if sampled else statistics.median
     return average(ratios) if ratios else None
@@ -374,7 +374,7 @@ def spread(pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], less: flo
     ratios = []
     for repeat in dict.fromkeys(record.repeat for _, own in pairs for record in own):
         times = [
-            [ms_per_token([record for record in records if record.repeat == repeat]) for records in pair]
+            [record_ms([record for record in records if record.repeat == repeat]) for records in pair]
             for pair in pairs
         ]
         ratios.append([over(*both) for both in times])
@@ -426,9 +426,9 @@ def comparison(records: Sequence[Record]) -> list[dict]:
     return [
         asdict(record)
         | {
-            "ms_per_token": ms_per_token([record]),
+            "ms_per_token": record_ms([record]),
             "mean_committed_per_round": mean_committed([record]),
-            "speedup": over(ms_per_token(records[:1]), ms_per_token([record])),
+            "speedup": over(record_ms(records[:1]), record_ms([record])),
         }
         for record in records
     ]
@@ -444,8 +444,8 @@ def comparison_lines(records: Sequence[Record]) -> Iterator[str]:
         verdict = "equal" if record.output.token_ids == first.output.token_ids else "not comparable"
         if record.departure:
             verdict = describe(record.departure)
-        speedup = two_decimals(over(ms_per_token([first]), ms_per_token([record])))
-        ms, R = two_decimals(ms_per_token([record])), two_decimals(mean_committed([record]))
+        speedup = two_decimals(over(record_ms([first]), record_ms([record])))
+        ms, R = two_decimals(record_ms([record])), two_decimals(mean_committed([record]))
         yield f"{record.arm:12} {len(record.output.token_ids):6} {ms:>9} {R:>6} {speedup:>8}  {verdict}"
 
 

@@ -5,12 +5,11 @@ widths gives the draft and h(N), `settle` at a few row counts gives the target's
 kept on disk, so that a deployment is probed once. The paper's own protocol (Table 5) is in `paper_probe`.
 
 Masses are means over recorded rounds, the mass curve of a target/draft pair: shipped beside the head as
-curve.json (minicast/replay.py records it), or else learned from the rounds decoded here.
+curve.json (minicast/replay.py works it out), or else learned from the rounds decoded here.
 
 `width` decides which width follows. This module is only imported where a width has to be chosen.
 """
 
-import hashlib
 import json
 import os
 import time
@@ -38,7 +37,7 @@ from minicast.round import MAX_ROWS, Request
 from minicast.width import MAX_WIDTH, UNINFORMED, CostModel, Decision, best_drafted, decide, round_times
 from model.device import clock, device_name
 from model.dflash import DraftHead
-from model.files import cache_directory, write_atomically
+from model.files import CURVE, cache_directory, digest, write_atomically
 from model.linear import weight_bytes
 
 FORMAT = 5  # of the cached costs: raise it when what is measured changes
@@ -287,7 +286,7 @@ def wants_more(costs: Costs, masses: Sequence[float], buckets: Sequence[int]) ->
 def shipped_file(decoder: Decoder) -> Path | None:
     """The curve's file beside the head, if there is one. It is of all tokens: a head that scores fewer learns its own."""
     draft = decoder.draft
-    path = draft.directory and draft.directory / "curve.json"
+    path = draft.directory and draft.directory / CURVE
     return path if path and path.is_file() and scored_tokens(draft) is None else None
 
 
@@ -353,7 +352,7 @@ class Deployment:
             self.compiled = decoder.state.compiled
             self.costs.clear()
         key = cost_key(decoder, prefix)
-        path = cache_directory() / "costs" / f"{digest(key)}.json"
+        path = cache_directory() / "costs" / f"{digest(json.dumps(key))[:16]}.json"
         known = None if reprobe else self.costs.get(prefix) or read_costs(path, key)
         if known is None or wants_more(known, self.known_masses, decoder.state.buckets):
             started = time.perf_counter()
@@ -455,16 +454,13 @@ def pair_digest(decoder: Decoder) -> str:
     """Identifies a pair by its shapes, the tokens scored, and its norms' weights, which no two trained models share."""
     norms = [decoder.target.norm.weight, decoder.draft.norm.weight, decoder.draft.hidden_norm.weight]
     weights = [weight.float().tolist() for weight in norms]
-    return digest([repr(decoder.target.config), repr(decoder.draft.config), scored_tokens(decoder.draft), weights])
+    shapes = [repr(decoder.target.config), repr(decoder.draft.config), scored_tokens(decoder.draft)]
+    return digest(json.dumps([*shapes, weights]))[:16]
 
 
 def scored_tokens(draft: DraftHead) -> int | None:
     """How many tokens the head scores; None: all."""
     return None if draft.vocabulary is None else len(draft.vocabulary)
-
-
-def digest(values) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def read_costs(path: Path, key: dict) -> Costs | None:

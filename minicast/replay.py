@@ -4,10 +4,9 @@
     python -m minicast.replay --analyse --out DIR              analyse only: no model is loaded
     python -m minicast.replay ... --costs FILE                 and compare width policies, see minicast/policy_replay.py
 
-A greedy answer is the same whatever is proposed. So the target answers all prompts in batches, the drafter
-drafts at every position of the answers, many blocks in a pass, and the best tokens of each depth are kept.
-From then on the decode of any tree policy is replayed exactly: a round at position i commits R tokens, and
-the next one is at i + R.
+A greedy answer is the same whatever is proposed, so what the drafter says at each position of it is recorded once
+(minicast/record.py). From then on the decode of any tree policy is replayed exactly: a round at position i commits
+R tokens, and the next one is at i + R.
 
 The mass curve that the width rule reads (paper, §3.3) is one result; --curve says where else to write it.
 When the default pair's head has changed, record its curve again by
@@ -23,163 +22,36 @@ from minicast.program import Parser, at_least, model_flags, start
 start(__name__)  # before anything slow is imported
 
 import argparse
-import hashlib
 import json
 import shlex
 import sys
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from minicast.command import Choice, Placement, guarded, note_no_effect
+from minicast.command import guarded, note_no_effect
 from minicast.curve import MassCurve, read_shipped
-from minicast.prompts import EVERYTHING, PROMPTS, read_prompts
+from minicast.prompts import EVERYTHING, PROMPTS
+from minicast.record import RANKS, Drafts, Recording, head_digest, read_recordings, record_prompts
 from minicast.report import commit
 from minicast.table import markdown
-from minicast.tree import RANK_CAP, Tree, ranked_tree, top_ranked
+from minicast.tree import RANK_CAP, Tree
 from minicast.width import MAX_WIDTH
 from model import hub, train_data
-from model.dflash import DraftHead
-from model.errors import UsageError, UserError
-from model.files import SETTINGS, check_directory, check_file, claim, claimed, save_tensors, write_atomically
-from model.transformer import KVCache, Target, Window
+from model.files import CURVE, check_directory, check_file, write_atomically
 
-RANKS = 32          # tokens kept at each depth
 CURVE_WIDTH = 15    # the mass curve is a mean over the rounds of a decode at this width
 CURVE_ROUNDS = 1500  # as many as the paper's curve rests on; with fewer, a warning
 SHAPE_WIDTH = 47    # nodes at which the paper compares shapes of trees
 SCHEDULE = (8, 4, 2, 2)  # the paper's fixed schedule: children of a node by depth, one further down
 BINS = 10           # of q, for its reliability
-BLOCKS = 32         # blocks drafted in one pass: bounds the memory of their logits
 TABLE_WIDTHS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
-
-
-# Recording
-
-@dataclass(frozen=True)
-class Drafts:
-    """What the drafter said at A positions, best first.
-
-    Attributes:
-        tokens: (A, L, ranks) int32
-        log_q: (A, L, ranks) float32
-    """
-
-    tokens: Tensor
-    log_q: Tensor
-
-    @property
-    def depth(self) -> int:
-        """L."""
-        return self.tokens.shape[1]
-
-    def tree(self, position: int, width: int, rank_cap: int) -> Tree:
-        """The best-first tree of a round there."""
-        return ranked_tree(self.tokens[position, :, :rank_cap], self.log_q[position, :, :rank_cap], width)
-
-
-@dataclass(frozen=True)
-class Recording:
-    """One greedy answer, and the drafts at every position of it where a round can start.
-
-    Attributes:
-        domain: of the prompt
-        answer: T token ids
-        drafts: of the whole block, T - 1 positions; position i is the round with b = answer[i]
-        short: the same from the drafter run on half its block, with fewer masks (paper, Table 15)
-    """
-
-    domain: str
-    answer: list[int]
-    drafts: Drafts
-    short: Drafts
-
-    def save(self, path: Path) -> None:
-        """Write a whole file or none."""
-        tensors = {"answer": torch.tensor(self.answer, dtype=torch.int64)}
-        for name in ("drafts", "short"):
-            tensors |= {f"{name}.{field}": tensor for field, tensor in vars(getattr(self, name)).items()}
-        save_tensors(path, tensors, {"domain": self.domain})
-
-    @classmethod
-    def load(cls, path: Path) -> "Recording":
-        """UserError for a file that is truncated or not from here."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                def drafts(name: str) -> Drafts:
-                    return Drafts(file.get_tensor(f"{name}.tokens"), file.get_tensor(f"{name}.log_q"))
-
-                answer = file.get_tensor("answer").tolist()
-                return cls(file.metadata()["domain"], answer, drafts=drafts("drafts"), short=drafts("short"))
-        except PermissionError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
-        except (SafetensorError, OSError, TypeError, KeyError) as error:
-            raise UserError(f"{path} is damaged ({error}): delete it, and it is recorded again") from error
-
-
-@torch.no_grad()
-def record(
-    target: Target, draft: DraftHead, prompt_ids: Sequence[int], answer: Sequence[int], domain: str = ""
-) -> Recording:
-    """Draft at every position of the target's own greedy answer. domain: only stored"""
-    tokens = torch.tensor([*prompt_ids, *answer], device=target.device)
-    _, features = target.read(tokens[:-1], draft.taps)
-    anchors = torch.arange(len(prompt_ids), len(tokens) - 1, device=target.device)
-    sizes = (draft.block_size, max(draft.block_size // 2, 2))
-    drafts = [draft_at(target, draft, features[None], tokens, anchors, size) for size in sizes]
-    return Recording(domain, list(answer), *drafts)
-
-
-def draft_at(
-    target: Target, draft: DraftHead, features: Tensor, tokens: Tensor, anchors: Tensor, size: int
-) -> Drafts:
-    """Draft a block of `size` tokens at each of the positions `anchors` (A,), BLOCKS of them in a pass.
-
-    features (1, P, F) of the text's first P positions; tokens (P + 1,) int64, the text. A block sees the
-    features before its root and itself, just as if it were alone.
-    """
-    prefix, device = features.shape[1], tokens.device
-    cache = KVCache(draft.config, prefix + BLOCKS * size, target.dtype, device)
-    draft.extend(features, cache, torch.arange(prefix, device=device))
-    ranks = min(RANKS, target.vocab_size)
-    parts = [(torch.empty(0, size - 1, ranks, dtype=torch.int32), torch.empty(0, size - 1, ranks))]
-    for first in range(0, len(anchors), BLOCKS):
-        roots = anchors[first : first + BLOCKS]
-        log_q = draft_blocks(target, draft, cache, prefix, tokens[roots], roots, size)
-        ranked = [part.unflatten(0, (len(roots), -1)).cpu() for part in top_ranked(log_q, ranks)]
-        parts.append((ranked[0].int(), ranked[1]))
-    return Drafts(*(torch.cat(column) for column in zip(*parts)))
-
-
-def draft_blocks(
-    target: Target, draft: DraftHead, cache: KVCache, prefix: int, roots: Tensor, anchors: Tensor, size: int
-) -> Tensor:
-    """One pass over A blocks with roots (A,) at positions `anchors` (A,) -> log q (A · L, V), blocks in turn.
-
-    cache: the drafter's, slots < prefix hold the text; the blocks go to the slots behind it.
-    """
-    count, device = len(roots), roots.device
-    blocks = torch.full((count, size), draft.mask_token_id, device=device)
-    blocks[:, 0] = roots
-    offsets = torch.arange(size, device=device)
-    block = torch.arange(count, device=device).repeat_interleave(size)  # of each row
-    before_root = torch.arange(prefix, device=device) < anchors[block][:, None]
-    mask = torch.cat((before_root, block[:, None] == block), dim=1)
-    slots = prefix + torch.arange(count * size, device=device)
-    positions = (anchors[:, None] + offsets).flatten()
-    window = Window(slots, positions, mask, live=prefix + count * size)
-    hidden = draft(blocks.flatten()[None], cache, window, target)[0]  # (A · size - 1, H): not the first row
-    masked = block * size + offsets.repeat(count) - 1
-    hidden = hidden[masked[offsets.repeat(count) > 0]]
-    return draft.log_q(hidden, target)
 
 
 # Replaying
@@ -215,7 +87,7 @@ def round_length(needs: Needs, position: int, width: int) -> int:
     return min(1 + bisect_right(needs[position], width), len(needs) - position)
 
 
-def replay(needs: Needs, width: int) -> list[Step]:
+def rounds_of(needs: Needs, width: int) -> list[Step]:
     """The rounds of a decode in which trees have `width` nodes, the last one cut where the answer ends."""
     steps, position = [], 0
     while position < len(needs):
@@ -268,8 +140,8 @@ class Replayable:
             | {name: needs(lambda i, shape=shape: shape.tree(drafts, i)) for name, shape in shapes.items()},
         )
 
-    def replay(self, policy: str, width: int) -> list[Step]:
-        return replay(self.needs[policy], width)
+    def rounds(self, policy: str, width: int) -> list[Step]:
+        return rounds_of(self.needs[policy], width)
 
 
 @dataclass(frozen=True)
@@ -305,7 +177,7 @@ class Shape:
 # Analyses
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthsByWidth:
     """R against N, an entry for each width.
 
     Attributes:
@@ -383,8 +255,8 @@ class Finding:
     domain: str
     prompts: int
     tokens: int
-    tree: Lengths
-    chain: Lengths
+    tree: LengthsByWidth
+    chain: LengthsByWidth
     corrections: Corrections
     reliability: list[Bin]
     masses: list[float]
@@ -407,8 +279,8 @@ def analyse(answers: Sequence[Replayable], domain: str = EVERYTHING) -> Finding:
         domain=domain,
         prompts=len(answers),
         tokens=sum(len(answer.recording.answer) - 1 for answer in answers),
-        tree=lengths(answers, "cast", "masses", range(1, MAX_WIDTH + 1)),
-        chain=lengths(answers, "dflash", "chain_masses", range(1, block)),
+        tree=lengths_by_width(answers, "cast", "masses", range(1, MAX_WIDTH + 1)),
+        chain=lengths_by_width(answers, "dflash", "chain_masses", range(1, block)),
         corrections=corrections(answers),
         reliability=reliability(answers),
         masses=visited(answers, "cast", CURVE_WIDTH, "masses").mean(0).tolist(),
@@ -434,7 +306,7 @@ def analyse(answers: Sequence[Replayable], domain: str = EVERYTHING) -> Finding:
 
 def tokens_a_round(answers: Sequence[Replayable], policy: str, width: int) -> float:
     """R of a decode, all its rounds together."""
-    steps = [step.R for answer in answers for step in answer.replay(policy, width)]
+    steps = [step.R for answer in answers for step in answer.rounds(policy, width)]
     return sum(steps) / len(steps)
 
 
@@ -442,13 +314,13 @@ def visited(answers: Sequence[Replayable], policy: str, width: int, name: str) -
     """The rows of `masses` or `chain_masses` at the rounds of a decode: (rounds, MAX_WIDTH or L)."""
     rows = []
     for answer in answers:
-        rows.append(getattr(answer, name)[[step.position for step in answer.replay(policy, width)]])
+        rows.append(getattr(answer, name)[[step.position for step in answer.rounds(policy, width)]])
     return torch.cat(rows)
 
 
 def accepted(answers: Sequence[Replayable], policy: str, width: int, widest: int) -> list[float]:
     """By candidate, 1 to `widest`, the share of rounds in which the continuation goes through it."""
-    steps = [(answer, step) for answer in answers for step in answer.replay(policy, width)]
+    steps = [(answer, step) for answer in answers for step in answer.rounds(policy, width)]
     counts = [0] * widest
     for answer, step in steps:
         for nodes in answer.needs[policy][step.position]:
@@ -456,10 +328,10 @@ def accepted(answers: Sequence[Replayable], policy: str, width: int, widest: int
     return [count / len(steps) for count in counts]
 
 
-def lengths(answers: Sequence[Replayable], policy: str, name: str, widths: Sequence[int]) -> Lengths:
+def lengths_by_width(answers: Sequence[Replayable], policy: str, name: str, widths: Sequence[int]) -> LengthsByWidth:
     """R against N, promised and replayed; `name` as in `visited`."""
     tables = [visited(answers, policy, width, name) for width in widths]
-    return Lengths(
+    return LengthsByWidth(
         widths=list(widths),
         rounds=[len(table) for table in tables],
         R=[tokens_a_round(answers, policy, width) for width in widths],
@@ -484,7 +356,7 @@ def corrections(answers: Sequence[Replayable]) -> Corrections:
 
 def chain_rounds(answers: Sequence[Replayable]) -> Iterator[tuple[Replayable, Step]]:
     for answer in answers:
-        for step in answer.replay("dflash", answer.recording.drafts.depth):
+        for step in answer.rounds("dflash", answer.recording.drafts.depth):
             yield answer, step
 
 
@@ -517,7 +389,7 @@ def length_table(findings: Sequence[Finding]) -> list[str]:
     """A Markdown table of R by width and domain, what the scores promise in brackets."""
     heads, depth = ["R (promised)", *(finding.domain for finding in findings)], len(findings[0].chain_masses)
 
-    def row(name: str, lengths: Sequence[Lengths], place: int) -> list[str]:
+    def row(name: str, lengths: Sequence[LengthsByWidth], place: int) -> list[str]:
         return [name, *(f"{each.R[place]:.2f} ({each.predicted[place]:.2f})" for each in lengths)]
 
     chain = row(f"chain, N = {depth}", [finding.chain for finding in findings], depth - 1)
@@ -530,7 +402,7 @@ def length_table(findings: Sequence[Finding]) -> list[str]:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m minicast.replay", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR",
-                        help="keeps the recorded rounds, a file a prompt, with analysis.json and curve.json")
+                        help=f"keeps the recorded rounds, a file a prompt, with analysis.json and {CURVE}")
     parser.add_argument("--analyse", action="store_true", help="analyse what DIR holds, record nothing")
     parser.add_argument("--curve", type=Path, metavar="FILE.json", help="write the mass curve there too")
     parser.add_argument("--costs", type=Path, metavar="FILE.json",
@@ -573,7 +445,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     findings = [analyse(group, domain) for domain, group in domains.items()]
     findings.append(analyse(answers))
     curve = mass_curve(findings[-1], settings["target"], settings["draft"])
-    for path in (arguments.out / "curve.json", arguments.curve):
+    for path in (arguments.out / CURVE, arguments.curve):
         if path:
             write_atomically(path, json.dumps(asdict(curve)) + "\n")
     policies = None
@@ -585,7 +457,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         policies = compare(domains, shipped or curve, measured.costs[prefix], measured.buckets)
         sources = {
             "costs": f"{measured.source} ({arguments.costs}), prefix {prefix}",
-            "curve": "curve.json beside the head, which auto goes by" if shipped else "recorded in these rounds",
+            "curve": f"{CURVE} beside the head, which auto goes by" if shipped else "recorded in these rounds",
         }
 
     report = {
@@ -611,7 +483,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
 def shipped_curve(settings: dict, depth: int) -> MassCurve | None:
     """The curve beside the head, as `auto` reads it; None if there is none, or the head has changed since."""
     known = (Path(settings["draft"]), hub.HEADS.parent.parent / settings["draft"])  # a pair's path begins at the root
-    file = next((place / "curve.json" for place in known if (place / "curve.json").is_file()), None)
+    file = next((place / CURVE for place in known if (place / CURVE).is_file()), None)
     if file is None or head_digest(str(file.parent)) != settings["head"]:
         return None
     return read_shipped(file, depth, "the recorded curve is used")
@@ -621,77 +493,6 @@ def middle(directory: Path, settings: dict) -> int:
     """Positions up to the middle of a typical answer, as the decoder estimates before it begins."""
     prompts = [len(example.prompt) for example in train_data.read_responses(directory / "answers.jsonl")]
     return int(median(prompts)) + settings["max_new_tokens"] // 2
-
-
-def record_prompts(arguments: argparse.Namespace) -> None:
-    """Record what the directory does not hold yet, so that a killed run resumes where it was.
-
-    Answers are the target's and stay when the head changes. Drafts are one file a prompt, named after the head.
-    """
-    prompts = read_prompts(arguments.prompts, arguments.limit)
-    placement = Placement.choose(arguments.device, arguments.dtype)
-    choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts=True)
-    head, tokenizer = head_digest(choice.draft), choice.tokenizer()
-    target, draft = choice.load(placement)  # before anything is written: both names exist, and fit
-    claim(
-        arguments.out,
-        {
-            "target": choice.target,
-            "weights": hub.source(choice.target, "target"),
-            "placement": str(placement),
-            "max_new_tokens": arguments.max_new_tokens,
-        },
-        {"draft": hub.source(choice.draft, "draft"), "head": head},
-    )
-    domains, elsewhere = {}, 0
-    for prompt in prompts:
-        elsewhere += domains.setdefault(tuple(tokenizer.encode_chat(prompt.text)), prompt.domain) != prompt.domain
-    if elsewhere:
-        warnings.warn(f"{elsewhere} of {len(prompts)} prompts are of another domain, too: they count in the first")
-    file = arguments.out / "answers.jsonl"
-    with tqdm(total=len(domains), desc="answering", unit="prompt", disable=None) as bar:
-        train_data.answer(
-            target, list(domains), file, tokenizer.stop_ids, arguments.max_new_tokens,
-            progress=lambda done, total: bar.update(done - bar.n),
-        )
-    examples = [example for example in train_data.read_responses(file) if example.prompt in domains]
-    for example in tqdm(examples, "drafting", unit="prompt", disable=None):
-        key = hashlib.sha256(f"{example.prompt}".encode()).hexdigest()
-        path = arguments.out / f"{head[:8]}-{key[:16]}.safetensors"
-        if not path.exists():
-            record(target, draft, example.prompt, example.response, domains[example.prompt]).save(path)
-        elif (recording := Recording.load(path)).domain != domains[example.prompt]:  # the prompt file was renamed
-            replace(recording, domain=domains[example.prompt]).save(path)
-
-
-def head_digest(name: str) -> str:
-    """SHA-256 of the head's weights, as a head that is trained further keeps its name."""
-    digest = hashlib.sha256()
-    for file in sorted(hub.resolve(name, "draft").glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def read_recordings(directory: Path) -> tuple[dict, list[Recording]]:
-    """The settings, and every answer with rounds that their head drafted, in the files' order.
-
-    If the head drafted only some of the answers, after a kill or for fewer prompts, a line says so.
-    """
-    settings = claimed(directory)
-    if settings is None or "head" not in settings:
-        raise UsageError(f"{directory} holds no recorded rounds: run without --analyse first")
-    kinds = {"head": str, "target": str, "draft": str, "max_new_tokens": int}
-    if not all(isinstance(settings.get(name), kind) for name, kind in kinds.items()):
-        raise UserError(f"{directory / SETTINGS} is damaged: delete it, and run without --analyse")
-    files = sorted(directory.glob(f"{settings['head'][:8]}-*.safetensors"))
-    recordings = [recording for recording in map(Recording.load, files) if len(recording.answer) > 1]
-    if not recordings:
-        raise UserError(f"{directory} holds no recorded rounds: give prompts that fit the context, and no --analyse")
-    answered = len(train_data.read_responses(directory / "answers.jsonl"))
-    if len(files) < answered:
-        rest = "run without --analyse, with all prompts, for the rest"
-        warnings.warn(f"{len(files)} of {answered} answers in {directory} are drafted, figures are of these: {rest}")
-    return settings, recordings
 
 
 if __name__ == "__main__":

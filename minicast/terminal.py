@@ -6,7 +6,7 @@ It shows what a decoder does: nothing here decides a token or measures.
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -87,7 +87,7 @@ class Answer:
             "widths": output.widths[:shown],
             "mean_committed_per_round": mean(output.round_lengths[:shown]),
             "mean_accepted_per_round": mean(self.accepted),
-            "ms_per_token": ms_per_token(output),
+            "ms_per_token": ms_per_token([output]),
             "prefill_seconds": output.prefill_seconds,
             "decode_seconds": output.decode_seconds,
             "wall_seconds": output.wall_seconds,
@@ -103,7 +103,7 @@ class Answer:
         setup = setup if output.setup_seconds >= 0.05 else []
         if not output.round_lengths:
             return [prompt, f"{decode}; stopped: {self.stop_reason}", *setup]
-        decode += f", {ms_per_token(output):.1f} ms a token; prompt to last token {output.wall_seconds:.2f} s"
+        decode += f", {ms_per_token([output]):.1f} ms a token; prompt to last token {output.wall_seconds:.2f} s"
         width = f" (N = {self._widths()})" if self.method not in UNSIZED else ""
         accepted = self.accepted or [0]  # if interrupted, the decoder may be a round ahead of what was shown
         (R, rounds), *others = sorted(Counter(output.round_lengths).items())
@@ -175,9 +175,13 @@ def mean(values: list[int]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def ms_per_token(output: Output) -> float | None:
-    """Decoding time over the number of new tokens (paper, Appendix D); None where no round ran."""
-    return output.decode_seconds * 1e3 / len(output.token_ids) if output.round_lengths else None
+def ms_per_token(outputs: Sequence[Output], timer: str = "decode_seconds") -> float | None:
+    """Time over the number of new tokens, of all answers together (paper, Appendix D); None where no time passed.
+
+    timer: a field of `Output`, in seconds
+    """
+    tokens, seconds = sum(len(output.token_ids) for output in outputs), sum(getattr(output, timer) for output in outputs)
+    return seconds * 1e3 / tokens if tokens and seconds else None
 
 
 def rate(tokens: int, seconds: float) -> str:

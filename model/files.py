@@ -5,6 +5,7 @@ A file is written here as a whole or not at all: even after the writer was kille
 new one.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from model.errors import UsageError, UserError
 
 Progress = Callable[[int, int], None]  # called with (done, in all), in bytes unless stated
 SETTINGS = "settings.json"  # in a directory of answers: the settings they were made with
+CURVE = "curve.json"  # beside a head: the mass curve of its pair
 
 
 def cache_directory() -> Path:
@@ -24,6 +26,11 @@ def cache_directory() -> Path:
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]).expanduser() / "minicast"
     return Path("~/.cache/minicast").expanduser()
+
+
+def digest(text: str) -> str:
+    """SHA-256 of a text, in hex: names what it stands for, the same in every run."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_atomically(path: Path, content: str | Callable[[Path], object]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from model import default_model
 from model.config import draft_config, read_config, target_config
 from model.errors import UsageError, UserError
-from model.files import Progress, cache_directory
+from model.files import CURVE, Progress, cache_directory
 
 HEADS = Path(__file__).parent / "heads"
 
@@ -91,7 +91,7 @@ TOKENIZER_FILES = (
 )
 WEIGHT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
 FREQUENT_TOKENS = "frequent_tokens.json"  # {"tokens": [ids, the most frequent first]}
-BESIDE_A_HEAD = ("curve.json", FREQUENT_TOKENS)  # only heads made by this project have these
+BESIDE_A_HEAD = (CURVE, FREQUENT_TOKENS)  # only heads made by this project have these
 WANTED = {
     "target": TOKENIZER_FILES + WEIGHT_FILES,
     "draft": WEIGHT_FILES + BESIDE_A_HEAD,

@@ -18,7 +18,6 @@ dimensions are spelled out. A place is an index into a response, and an anchor i
 sequence.
 """
 
-import hashlib
 import json
 import random
 import warnings
@@ -32,7 +31,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from model.errors import UserError
-from model.files import Progress, read_text, save_tensors, write_atomically
+from model.files import Progress, digest, read_text, save_tensors, write_atomically
 from model.transformer import KVCache, Target, Window
 
 LABELS = 32  # most probable tokens kept at each position
@@ -225,7 +224,7 @@ class ReadingCache:
     def path(self, example: Example) -> Path:
         """The file that keeps the reading of `example`."""
         key = f"{self.identity} {len(example.prompt)} {example.tokens}"
-        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.safetensors"
+        return self.directory / f"{digest(key)[:20]}.safetensors"
 
     def __contains__(self, example: Example) -> bool:
         return self.path(example).exists()
@@ -382,11 +381,6 @@ def by_domain(examples: list[Example]) -> dict[str, list[Example]]:
     return groups
 
 
-def digest(*values) -> str:
-    """A name of 20 hexadecimal digits for these values, the same in every run."""
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:20]
-
-
 def interleave(examples: list[Example]) -> list[Example]:
     """The examples in a fixed shuffled order, any stretch of which holds all domains in proportion."""
     placed = []
@@ -403,6 +397,7 @@ def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[E
     """
     ordered, apart = interleave(examples), set()
     for group in by_domain(examples).values():
-        apart.update(sorted({example.prompt for example in group}, key=digest)[:held_out])
+        prompts = {example.prompt for example in group}
+        apart.update(sorted(prompts, key=lambda prompt: digest(repr((prompt,))))[:held_out])
     kept = [example for example in ordered if example.prompt not in apart]
     return kept, [example for example in ordered if example.prompt in apart]

@@ -39,7 +39,7 @@ from minicast.width import MAX_WIDTH
 from model.device import device_name
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.files import check_directory, claim, write_atomically
+from model.files import check_directory, claim, digest, write_atomically
 from model.hub import check_name
 from model.linear import linear_layers
 from model.load import load_target
@@ -51,7 +51,6 @@ from model.train_data import (
     ReadingCache,
     Sampler,
     answer,
-    digest,
     make_batch,
     read_responses,
     split,
@@ -243,7 +242,7 @@ class Trainer:
     def run(self) -> None:
         """Train until the budget is used up. UserError where a file cannot be written."""
         state = self.state
-        now = digest(*sorted(example.prompt for example in self.held_out))
+        now = digest(repr(tuple(sorted(example.prompt for example in self.held_out))))[:20]
         if state.held_out != now or not self.weights.exists():  # a new run, new files, or no head any more
             self.save()  # first: a head without a checkpoint is taken for somebody else's
             state.held_out, state.best = now, 0.0

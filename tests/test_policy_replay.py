@@ -85,7 +85,7 @@ def test_speeds_are_tokens_over_time(answers):
     domains = {"a": answers[:1], "b": answers[1:]}
     assert by_domain(domains, lambda _: FixedWidth(0), TIMES, COSTS.draft_ms) == {"a": 1, "b": 1, MEAN: 1}
     speeds = by_domain(domains, lambda _: FixedWidth(3), TIMES, COSTS.draft_ms)
-    rounds = len(answers[0].replay("cast", 3))
+    rounds = len(answers[0].rounds("cast", 3))
     assert speeds["a"] == pytest.approx(len(answers[0].needs["cast"]) * TIMES[0] / (rounds * TIMES[3]))
     assert speeds[MEAN] == pytest.approx((speeds["a"] + speeds["b"]) / 2)
 
@@ -193,7 +193,7 @@ def test_padded_rounds_cost_their_bucket(answers):
     costs, buckets = Costs((1, 8, 16), (10.0, 12.0, 20.0), (3.0, 3.0), (1, 127)), (1, 8, 16)
     curve = MassCurve([0.4 / rank for rank in range(1, 128)], [0.0] * 7, [], [])
     padded, free = (compare({"tiny": answers[:1]}, curve, costs, each) for each in (buckets, ()))
-    rounds, tokens = len(answers[0].replay("cast", 2)), len(answers[0].needs["cast"])
+    rounds, tokens = len(answers[0].rounds("cast", 2)), len(answers[0].needs["cast"])
     assert padded.fixed["tiny"][2] == pytest.approx(tokens * 10.0 / (rounds * (3.0 + 12.0)))
     assert free.fixed["tiny"][2] > padded.fixed["tiny"][2]
     assert padded.fixed["tiny"][7] == free.fixed["tiny"][7]  # fills its bucket

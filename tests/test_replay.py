@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minicast import replay
+from minicast import record, replay
 from minicast.curve import MassCurve
 from minicast.decode import Decoder
 from minicast.probe import Costs
-from minicast.replay import Drafts, Recording, Replayable, Shape, Step, needed
+from minicast.record import Drafts, Recording, draft_answer
+from minicast.replay import Replayable, Shape, Step, needed, rounds_of
 from minicast.tree import best_first_tree, chain_tree
 from model import files, load_draft, load_target, train_data
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
@@ -46,7 +47,7 @@ def recorded(models, prompt, stop_ids=()):
     """An answer of the decoder, with its drafts."""
     target, draft = models
     answer = Decoder(target).generate(prompt, method="ar", max_new_tokens=TOKENS, stop_ids=stop_ids).token_ids
-    return replay.record(target, draft, prompt, answer, "tiny")
+    return draft_answer(target, draft, prompt, answer, "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_rounds_are_those_of_the_decoder(models, stop):
                 prompt, method=policy, width=width, max_new_tokens=TOKENS, stop_ids=stop_ids
             )
             assert output.token_ids == answer.recording.answer
-            assert [step.R for step in answer.replay(policy, width)] == output.round_lengths, (policy, width)
+            assert [step.R for step in answer.rounds(policy, width)] == output.round_lengths, (policy, width)
             accepted += sum(output.round_lengths) - len(output.round_lengths)
     assert accepted > 30  # else nothing was tested
 
@@ -100,10 +101,10 @@ def test_drafts_are_those_of_a_single_block(models):
     """
     target, draft = models
     prompt, recording = PROMPTS[0], recorded(models, PROMPTS[0])
-    assert len(recording.answer) > replay.BLOCKS + 1
+    assert len(recording.answer) > record.BLOCKS + 1
     text = [*prompt, *recording.answer]
     _, features = target.score(text, draft.taps)
-    for position in (0, 1, replay.BLOCKS - 1, replay.BLOCKS, TOKENS - 2):
+    for position in (0, 1, record.BLOCKS - 1, record.BLOCKS, TOKENS - 2):
         log_q = draft.score(features[: len(prompt) + position], recording.answer[position], target)
         kept = recording.drafts.log_q[position]
         torch.testing.assert_close(kept, log_q.gather(1, recording.drafts.tokens[position].long()))
@@ -119,15 +120,15 @@ def test_rounds_of_the_default_pair_are_those_of_the_decoder():
     flip a tie of two candidates: not on these prompts.
     """
     target, draft = load_target("smollm2"), load_draft("smollm2")
-    tokenizer = replay.Choice("smollm2", "smollm2", None).tokenizer()
+    tokenizer = record.Choice("smollm2", "smollm2", None).tokenizer()
     for text in ("What is 17 times 23? Show each step.", "Write a Python function that reverses a string."):
         prompt, options = tokenizer.encode_chat(text), {"max_new_tokens": 32, "stop_ids": tokenizer.stop_ids}
         answer = Decoder(target).generate(prompt, method="ar", **options).token_ids
-        rounds = Replayable.of(replay.record(target, draft, prompt, answer))
+        rounds = Replayable.of(draft_answer(target, draft, prompt, answer))
         for policy, width in [("dflash", draft.block_size - 1), ("cast", 15)]:
             output = Decoder(target, draft).generate(prompt, method=policy, width=width, **options)
             assert output.token_ids == answer
-            assert [step.R for step in rounds.replay(policy, width)] == output.round_lengths, (policy, width)
+            assert [step.R for step in rounds.rounds(policy, width)] == output.round_lengths, (policy, width)
 
 
 # Trees and their lengths
@@ -168,10 +169,10 @@ def test_one_tree_holds_the_lengths_of_all_widths():
 def test_a_replayed_decode_jumps_by_what_it_commits():
     """By hand: a round at 0 that holds two tokens, one at 3 that holds none, and a last one that is cut."""
     needs = [[1, 5], [], [], [], [2, 3, 9]]
-    assert replay.replay(needs, 4) == [Step(0, 2), Step(2, 1), Step(3, 1), Step(4, 1)]
-    assert replay.replay(needs, 5) == [Step(0, 3), Step(3, 1), Step(4, 1)]
-    assert replay.replay([[1, 2]], 7) == [Step(0, 1)]
-    assert replay.replay([], 7) == []
+    assert rounds_of(needs, 4) == [Step(0, 2), Step(2, 1), Step(3, 1), Step(4, 1)]
+    assert rounds_of(needs, 5) == [Step(0, 3), Step(3, 1), Step(4, 1)]
+    assert rounds_of([[1, 2]], 7) == [Step(0, 1)]
+    assert rounds_of([], 7) == []
 
 
 def test_shapes_are_full_level_by_level():
@@ -233,7 +234,7 @@ def test_promises_are_means_of_masses(answers):
     finding = replay.analyse(answers)
     sums, tables, taken = [], [], torch.zeros(127)
     for answer in answers:
-        for step in answer.replay("cast", replay.CURVE_WIDTH):
+        for step in answer.rounds("cast", replay.CURVE_WIDTH):
             masses = answer.recording.drafts.tree(step.position, 127, 8).log_mass.exp()
             sums.append(masses[: replay.CURVE_WIDTH].sum().item())
             tables.append(masses)
@@ -249,7 +250,7 @@ def test_promises_are_means_of_masses(answers):
     assert R <= held <= R + len(answers) / len(sums)  # an answer's last round is cut by a token at most
     chains, chain_taken = [], torch.zeros(DEPTH)
     for answer in answers:
-        for step in answer.replay("dflash", DEPTH):
+        for step in answer.rounds("dflash", DEPTH):
             chains.append(answer.recording.drafts.log_q[step.position, :, 0].cumsum(0).exp())
             chain_taken[: len(answer.needs["dflash"][step.position])] += 1
     assert finding.chain_masses == pytest.approx(torch.stack(chains).mean(0).tolist())
@@ -356,7 +357,7 @@ def test_every_rank_is_every_rank(answers):
         for position in range(0, len(drafts.tokens), 5):
             tokens = drafts.tokens[position].long()
             log_q = torch.empty(DEPTH, VOCABULARY).scatter(1, tokens, drafts.log_q[position])
-            tree = best_first_tree(log_q, replay.RANKS, rank_cap=None)
+            tree = best_first_tree(log_q, record.RANKS, rank_cap=None)
             rest = said[position + 1 : position + 1 + DEPTH]
             assert len(answer.needs["cast, every rank"][position]) == accepted(tree, rest)
 
@@ -367,7 +368,7 @@ def test_an_answer_of_one_token_has_no_round(models):
     recording = recorded(models, PROMPTS[0], stop_ids=(first,))
     assert recording.answer == [first]
     assert recording.drafts.tokens.shape == (0, DEPTH, VOCABULARY)
-    assert Replayable.of(recording).replay("cast", 15) == []
+    assert Replayable.of(recording).rounds("cast", 15) == []
 
 
 # The command
@@ -410,9 +411,9 @@ def test_records_goes_on_and_analyses(command, tmp_path, monkeypatch, capsys):
         assert list(example.response) == output.token_ids
 
     monkeypatch.setattr(train_data, "continue_batch", None)
-    monkeypatch.setattr(replay, "record", None)
+    monkeypatch.setattr(record, "draft_answer", None)
     assert command()[0] == 0
-    monkeypatch.setattr(replay.Choice, "load", None)
+    monkeypatch.setattr(record.Choice, "load", None)
     capsys.readouterr()
     assert command("--analyse")[0] == 0
     idle = "--device, --draft-model, --max-new-tokens, --model, --prompts: no effect on --analyse"
@@ -551,7 +552,7 @@ def test_a_recording_that_may_not_be_read_is_not_called_damaged(command, capsys,
     def refused(path, **how):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(replay, "safe_open", refused)
+    monkeypatch.setattr(record, "safe_open", refused)
     capsys.readouterr()
     assert command("--analyse")[0] == 1
     message = capsys.readouterr().err.splitlines()[-1]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minicast.back_off import (
-    BANK, BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, NEIGHBOURS, TRY_SHARE, BackOff, Pace,
+    BANK, BUDGET, COMPARE_EVERY, COMPARE_FIRST, COMPARED_LEAST, TRY_SHARE, BackOff, Pace,
 )
 from minicast.policy import AutoWidth, RoundWidth, paying_width
 from minicast.tree import Tree
@@ -482,15 +482,6 @@ def test_pace_compares_with_ar():
     assert pace.correction == pytest.approx(1.2 / 0.9)
 
 
-def test_pace_compares_with_the_last_few_by_their_median():
-    """One drafted round that was held up is no comparison, and what was long before is none either."""
-    pace = Pace()
-    for excess in (*[9.0] * 20, *[2.0] * (NEIGHBOURS - 1), 50.0):
-        pace.observe(True, excess)
-    pace.observe(False, 1.0), pace.observe(False, 1.0)
-    assert list(pace.ratios) == [2.0]
-
-
 def test_pace_compares_within_an_answer():
     """An answer that ends after the first of the two: what follows belongs to another minute, and AR is not stuck."""
     pace = Pace()
@@ -681,11 +672,9 @@ def test_a_pair_that_pays_has_short_pauses_in_each_answer():
         assert back_off.ar_tokens_left == ceil(1 / TRY_SHARE)
 
 
-def test_pace_leaves_out_what_was_drafted_before_a_pause():
-    """After it a single round is tried: those of another minute would outvote it."""
+def test_pace_compares_with_the_round_just_before():
+    """After a pause a single round is tried: those of another minute do not count."""
     pace = Pace()
-    for drafted in (*[True] * NEIGHBOURS, False, False):
-        pace.observe(drafted, 3.0 if drafted else 1.0)
-    for drafted in (True, False, False):
-        pace.observe(drafted, 1.0)
+    for drafted, excess in ((True, 9.0), (True, 3.0), (False, 7.0), (False, 1.0), (True, 1.0), (False, 7.0), (False, 1.0)):
+        pace.observe(drafted, excess)
     assert list(pace.ratios) == [3.0, 1.0]
