@@ -171,23 +171,21 @@ def continue_batch(
     causal = columns[:width, None] >= columns[:width]
     mask = visible[..., :width] & causal | own
     hidden, _ = target(padded, cache, Window(columns[:width], columns[:width], mask, width))
-    responses, alive = [[] for _ in prompts], list(range(len(prompts)))
+    responses = [[] for _ in prompts]
+    rows = list(responses)  # those of the batch, None once they have ended
     for live in range(width + 1, width + limit + 1):
         tokens = choose(target.logits(hidden[:, -1]))
-        kept = []  # rows of the batch that have not ended
         for row, token in enumerate(tokens.tolist()):
-            if alive[row] is None:
-                continue
-            responses[alive[row]].append(token)
-            if token in stop:
-                alive[row] = None
-            else:
-                kept.append(row)
+            if rows[row] is not None:
+                rows[row].append(token)
+                if token in stop:
+                    rows[row] = None
+        kept = [row for row, response in enumerate(rows) if response is not None]
         if not kept or live == width + limit:
             break
-        if len(kept) <= 0.75 * len(alive):
+        if len(kept) <= 0.75 * len(rows):
             index = torch.tensor(kept, device=device)
-            alive, tokens, visible = [alive[row] for row in kept], tokens[index], visible[index]
+            rows, tokens, visible = [rows[row] for row in kept], tokens[index], visible[index]
             cache.data = cache.data[:, :, index]
             cache.layers = [(layer[0], layer[1]) for layer in cache.data]
         slot = columns[live - 1 : live]

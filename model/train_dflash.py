@@ -33,8 +33,8 @@ from torch import Tensor
 
 from minicast.command import guarded, note_no_effect
 from minicast.prompts import EVERYTHING, domain_name, read_prompts
-from minicast.replay import needed
-from minicast.tree import best_first_tree, chain_tree
+from minicast.replay import Drafts, needed, replay
+from minicast.tree import RANK_CAP, top_ranked
 from minicast.width import MAX_WIDTH
 from model.device import device_name
 from model.dflash import DraftHead
@@ -175,7 +175,7 @@ class Trainer:
         lengths: dict[str, dict[str, list[int]]] = {EVERYTHING: {"chain": [], "tree": []}}
         for example in self.held_out:
             with self.autocast:
-                rounds = replay(self.draft, self.target, example, self.sampler.cache.get(example))
+                rounds = held_out_rounds(self.draft, self.target, example, self.sampler.cache.get(example))
             own = lengths.setdefault(example.domain, {"chain": [], "tree": []})
             for method, values in rounds.items():
                 own[method] += values
@@ -199,7 +199,7 @@ class Trainer:
         return f"{config.layers} layers of {sizes}, block {config.block_size}, taps {taps}"
 
     def save(self) -> None:
-        """Write the checkpoint. UserError where it cannot be written."""
+        """Write the checkpoint. UserError or OSError where that fails."""
         kept = {
             "shape": self.shape(),
             "mask_token_id": self.draft.mask_token_id,  # stays, even if files that join later hold it
@@ -240,7 +240,7 @@ class Trainer:
         tell(f"going on at minute {self.state.seconds / 60:.1f}")
 
     def run(self) -> None:
-        """Train until the budget is used up. UserError where a file cannot be written."""
+        """Train until the budget is used up. UserError or OSError where a file cannot be written."""
         state = self.state
         now = digest(repr(tuple(sorted(example.prompt for example in self.held_out))))[:20]
         if state.held_out != now or not self.weights.exists():  # a new run, new files, or no head any more
@@ -277,26 +277,23 @@ class Trainer:
 
 
 @torch.no_grad()
-def replay(draft: DraftHead, target: Target, example: Example, reading: Reading) -> dict[str, list[int]]:
+def held_out_rounds(draft: DraftHead, target: Target, example: Example, reading: Reading) -> dict[str, list[int]]:
     """The rounds in which the decoder would write this answer with this head: {"chain": [R, …], "tree": [R, …]}.
 
     Greedy decoding writes the same answer whatever is drafted, so the drafts alone decide what is accepted, and the
     target need not run.
     """
     response, depth = example.response, draft.block_size - 1
-    states = all_states(draft, target, example, reading)
-    drafts: dict[int, Tensor] = {}  # log q (L, V) by place: chain and tree have most places in common
-    rounds = {"chain": [], "tree": []}
-    for method, lengths in rounds.items():
-        place = 0
-        while place < len(response) - 1:
-            if place not in drafts:
-                drafts[place] = target.logits(states[place]).float().log_softmax(-1)
-            log_q = drafts[place]
-            tree = chain_tree(log_q, depth) if method == "chain" else best_first_tree(log_q, WIDTH)
-            ahead = response[place + 1 :]
-            lengths.append(min(1 + len(needed(tree, ahead)), len(ahead)))
-            place += lengths[-1]
+    ranked = []  # tokens and log q (L, RANK_CAP) of each place, from 32 places at a time: logits take memory
+    for states in all_states(draft, target, example, reading).split(32):
+        log_q = target.logits(states.flatten(0, 1)).float().log_softmax(-1)
+        ranked.append([part.unflatten(0, (-1, depth)) for part in top_ranked(log_q, RANK_CAP)])
+    drafts = Drafts(*(torch.cat(parts) for parts in zip(*ranked)))
+    rounds = {}
+    for method, width, rank_cap in ("chain", depth, 1), ("tree", WIDTH, RANK_CAP):
+        trees = [drafts.tree(place, width, rank_cap) for place in range(len(response) - 1)]
+        needs = [needed(tree, response[place + 1 :]) for place, tree in enumerate(trees)]
+        rounds[method] = [step.R for step in replay(needs, width)]
     return rounds
 
 

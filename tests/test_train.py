@@ -31,7 +31,7 @@ from model.train_data import (
     read_responses,
     split,
 )
-from model.train_dflash import WIDTH, Trainer, all_states, flags, prepare, read_inputs, replay, unused_token
+from model.train_dflash import WIDTH, Trainer, all_states, flags, held_out_rounds, prepare, read_inputs, unused_token
 from model.train_head import SoftCrossEntropy, block_states, fresh_head, head_config, loaded_head, save_head
 from model.train_prompts import before_user, own_prompts, template_prompts, template_words
 
@@ -213,7 +213,7 @@ def test_replay_has_the_decoders_rounds(tmp_path, target, draft):
         example = Example(tuple(prompt), tuple(response), "")
         _, features = target.score(example.tokens, (0, 1))
         reading = Reading(features, torch.empty(0), torch.empty(0))
-        rounds = replay(trained, target, example, reading)
+        rounds = held_out_rounds(trained, target, example, reading)
         decoder = Decoder(target, draft)
         chain = decoder.generate(prompt, method="dflash", max_new_tokens=24).round_lengths
         tree = decoder.generate(prompt, method="cast", width=WIDTH, max_new_tokens=24).round_lengths
@@ -308,7 +308,7 @@ def test_the_head_with_the_best_tree_is_kept(tmp_path, target, monkeypatch):
     """The longer chain of another does not count, nor is a head written that is no better."""
     trainer, saved = small_trainer(tmp_path, target), []
     monkeypatch.setattr(train_dflash, "save_head", lambda *_: saved.append(R) or trainer.weights.touch())
-    monkeypatch.setattr(train_dflash, "replay", lambda *_: {"chain": [R[0]], "tree": [R[1]]})
+    monkeypatch.setattr(train_dflash, "held_out_rounds", lambda *_: {"chain": [R[0]], "tree": [R[1]]})
     for R in ((1, 2), (3, 1), (1, 3), (2, 3)):
         trainer.validate()
     assert saved == [(1, 2), (1, 3)] and trainer.state.best == 3
