@@ -76,7 +76,7 @@ def encode_prompt(arguments: argparse.Namespace, tokenizer) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from minicast.command import Choice, Placement, note_idle_flags, peak_memory
+    from minicast.command import Checkpoints, Placement, note_idle_flags, peak_memory
     from minicast.decode import Decoder
     from minicast.terminal import Screen, show_answer
 
@@ -85,16 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
     probes = arguments.explain or arguments.reprobe or arguments.probe_full
     drafts = arguments.compare or probes or not autoregressive
     note_idle_flags("run.py", arguments, METHODS if arguments.compare else (arguments.method,), drafts)
-    choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts)
-    choice.note_thinking("run.py", arguments.enable_thinking)
-    tokenizer = choice.tokenizer()
+    checkpoints = Checkpoints.of(arguments.model, arguments.draft_model, placement.device, drafts)
+    checkpoints.note_thinking("run.py", arguments.enable_thinking)
+    tokenizer = checkpoints.tokenizer()
     if arguments.chat:
         from minicast.chat import Chat, Conversation
 
         conversation = Conversation(tokenizer, arguments.system, arguments.enable_thinking)
     else:
         prompt_ids = encode_prompt(arguments, tokenizer)
-    target, draft = choice.load(placement, arguments.draft_vocabulary)
+    target, draft = checkpoints.load(placement, arguments.draft_vocabulary)
     if arguments.explain_round:
         from minicast.narrate import Watcher, explain_round
     decoder_class = Watcher if arguments.explain_round else Decoder
@@ -121,11 +121,11 @@ def run(arguments: argparse.Namespace) -> int:
     answer = show_answer(decoder, tokenizer, prompt_ids, options, screen, live, arguments.show_tree)
     memory = peak_memory(placement.device)
     if arguments.json:
-        where = {"weights": choice.source(), "placement": str(placement), "peak_memory_bytes": memory}
+        where = {"weights": checkpoints.source(), "placement": str(placement), "peak_memory_bytes": memory}
         asked = {name: getattr(arguments, name) for name in ASKED} | {"compiled": decoder.state.compiled}
         screen.write(json.dumps(answer.figures() | where | {"options": asked}) + "\n")
     else:
-        last = [f"memory   {memory / 1e6:.0f} MB at peak", f"weights  {choice.source()}; {placement}"]
+        last = [f"memory   {memory / 1e6:.0f} MB at peak", f"weights  {checkpoints.source()}; {placement}"]
         print(*answer.lines(), *last, sep="\n", file=sys.stderr)
     if answer.error:
         raise answer.error

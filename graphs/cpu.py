@@ -27,8 +27,8 @@ def prefetching() -> Iterator[None]:
     A processor prefetches by itself, but only to the end of a page of 4 KB, so that a loop over weights stalls at each page.
     (The default model's layers take 22 ms over 8 rows with this and 27 without, on an Intel Xeon with AVX-512.) Inductor
     has no setting for it, so an instruction is added here to the C++ that it writes for a load. What other threads compile
-    meanwhile stays as it is, since the tag that keeps such code apart in torch's cache is this thread's own. It is entered under
-    Dynamo's lock, so never twice at once.
+    meanwhile stays as it is, since the tag that keeps such code apart in torch's cache is this thread's own. Dynamo holds a lock
+    while it compiles, so this is never entered twice at once.
     """
     from torch._inductor.codegen.cpp import CppVecKernel
     from torch._inductor.codegen.cpp_utils import cexpr_index

@@ -140,7 +140,7 @@ def _device(name: str) -> torch.device | None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Checkpoints:
     """Which checkpoints to load, by any name that `model.hub` resolves.
 
     Attributes:
@@ -154,7 +154,7 @@ class Choice:
     pair: hub.KnownPair | None
 
     @classmethod
-    def of(cls, target: str | None, draft: str | None, device: torch.device, drafts: bool) -> "Choice":
+    def of(cls, target: str | None, draft: str | None, device: torch.device, drafts: bool) -> "Checkpoints":
         """From the values of --model and --draft-model, None if not given; drafts: whether a head is needed"""
         if target is None:
             pair, hint = hub.default_pair(device.type == "cuda")

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from minicast.command import Choice, Placement
+from minicast.command import Checkpoints, Placement
 from minicast.prompts import read_prompts
 from minicast.tree import Tree, ranked_tree, top_ranked
 from model import hub, train_data
@@ -79,8 +79,9 @@ class Recording:
 
     @classmethod
     def load(cls, path: Path) -> "Recording":
-        """UserError for a file that is truncated or not from here."""
+        """UserError for a file that is truncated, not from here, or may not be read."""
         try:
+            path.open("rb").close()  # safetensors calls a file that may not be read one that is not there
             with safe_open(path, framework="pt") as file:
                 def drafts(name: str) -> Drafts:
                     return Drafts(file.get_tensor(f"{name}.tokens"), file.get_tensor(f"{name}.log_q"))
@@ -157,18 +158,18 @@ def record_prompts(arguments: argparse.Namespace) -> None:
     """
     prompts = read_prompts(arguments.prompts, arguments.limit)
     placement = Placement.choose(arguments.device, arguments.dtype)
-    choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts=True)
-    head, tokenizer = head_digest(choice.draft), choice.tokenizer()
-    target, draft = choice.load(placement)  # before anything is written: both names exist, and fit
+    checkpoints = Checkpoints.of(arguments.model, arguments.draft_model, placement.device, drafts=True)
+    head, tokenizer = head_digest(checkpoints.draft), checkpoints.tokenizer()
+    target, draft = checkpoints.load(placement)  # before anything is written: both names exist, and fit
     claim(
         arguments.out,
         {
-            "target": choice.target,
-            "weights": hub.source(choice.target, "target"),
+            "target": checkpoints.target,
+            "weights": hub.source(checkpoints.target, "target"),
             "placement": str(placement),
             "max_new_tokens": arguments.max_new_tokens,
         },
-        {"draft": hub.source(choice.draft, "draft"), "head": head},
+        {"draft": hub.source(checkpoints.draft, "draft"), "head": head},
     )
     domains, elsewhere = {}, 0
     for prompt in prompts:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from minicast.command import Choice, Placement
+from minicast.command import Checkpoints, Placement
 from minicast.prompts import PROMPTS, Question, questions, random_questions, read_prompts
 from model import check_pair, hub
 from model.config import draft_config, read_config
@@ -49,16 +49,16 @@ class Subject:
         if arguments.random_weights in SHAPES:
             return cls.of_shape(arguments.random_weights, arguments)
         only_head = arguments.random_weights == HEAD
-        choice = Choice.of(arguments.model, arguments.draft_model, placement.device, drafts or only_head)
+        checkpoints = Checkpoints.of(arguments.model, arguments.draft_model, placement.device, drafts or only_head)
         prompts = read_prompts(arguments.prompts or [PROMPTS], arguments.limit)  # before any download: it may fail
-        tokenizer = choice.tokenizer()
+        tokenizer = checkpoints.tokenizer()
         asked = questions(prompts, tokenizer, arguments.prefix, arguments.max_new_tokens)
         if not only_head:
-            load = partial(choice.load, vocabulary=arguments.draft_vocabulary)
-            return cls(choice.source(), None, asked, tokenizer.stop_ids, load)
-        source = f"{choice.source()}, whose weights are random"
+            load = partial(checkpoints.load, vocabulary=arguments.draft_vocabulary)
+            return cls(checkpoints.source(), None, asked, tokenizer.stop_ids, load)
+        source = f"{checkpoints.source()}, whose weights are random"
         remark = "The head has random weights: R is the least that any head commits, and times are those of a real one."
-        return cls(source, remark, asked, tokenizer.stop_ids, partial(load_random_head, choice))
+        return cls(source, remark, asked, tokenizer.stop_ids, partial(load_random_head, checkpoints))
 
     @classmethod
     def of_shape(cls, name: str, arguments: argparse.Namespace) -> "Subject":
@@ -79,10 +79,10 @@ class Subject:
         return cls(source, remark, asked, (), lambda place: random_pair(name, place.dtype, place.device))
 
 
-def load_random_head(choice: Choice, placement: Placement) -> tuple[Target, DraftHead]:
+def load_random_head(checkpoints: Checkpoints, placement: Placement) -> tuple[Target, DraftHead]:
     """The target, and a head that has only the chosen one's shape."""
-    directory = hub.resolve(choice.draft, "draft")
+    directory = hub.resolve(checkpoints.draft, "draft")
     config = draft_config(read_config(directory), directory)
-    target, _ = replace(choice, draft=None).load(placement)
+    target, _ = replace(checkpoints, draft=None).load(placement)
     check_pair(config, target.config)
     return target, random_head(config, placement.dtype, placement.device)

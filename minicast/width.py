@@ -116,8 +116,9 @@ def best_drafted(masses: Sequence[float], times: Sequence[float]) -> int:
 
 
 def line_width(masses: Sequence[float], times: Sequence[float], slope: float) -> int:
-    """The first N >= 1 whose next node fails Theorem 2 at `slope` ms a node, whatever it was measured to take; 0 if
-    there are no masses.
+    """The first N >= 1 whose next node fails Theorem 2 if it takes `slope` ms; 0 if there are no masses.
+
+    The throughput that it is held against is that of the measured times, up to node N.
     """
     steps = zip(accumulate(masses, initial=1.0), times, masses)  # 1 + g(N), l(N) and the mass of node N + 1
     return next((N for N, (R, ms, mass) in enumerate(steps) if N > 0 and mass < R / ms * slope), len(masses))
@@ -139,7 +140,8 @@ class Decision:
     width: int                           # N*; 0 is AR
     drafted_width: int                   # best N >= 1; N* unless AR won; 0 if nothing can be drafted
     slope: float                         # c1, ms a node: the fitted line's and the overhead's
-    line_width: int                      # the paper's: where a node stops paying if each takes c1 ms
+    line_width: int                      # where the next node stops paying if it takes c1 ms, as in the paper
+    line_stops: bool                     # at a node that does not pay, not for want of candidates
     threshold: float                     # throughput at line_width times c1: what a node's mass must reach there
     between_ms: float                    # what the nodes between line_width and drafted_width take, as measured
     next_step_ms: float                  # l(N+1) - l(N) at drafted_width: not c1 where the table bends
@@ -161,8 +163,9 @@ class Decision:
         predicted = "predicted " + ", ".join(f"{method} {rate:.1f} tok/s" for method, rate in speed.items())
         if N == 0:
             return [predicted, "width 0, which is AR: there is no candidate to verify"]
+        pays = f"where a node pays from mass {self.threshold:.4f} on" if self.line_stops else "no candidate is left"
         lines = [
-            f"fitted line, {self.slope:.4f} ms a node: stop at {line}, where a node pays from mass {self.threshold:.4f} on",
+            f"fitted line, {self.slope:.4f} ms a node: stop at {line}, {pays}",
             "masses " + ", ".join(f"{mass:.4f} (node {node})" for node, mass in self.masses.items()),
         ]
         stop = f"measured times: stop at {N}"
@@ -221,6 +224,7 @@ def decide(
         drafted_width=N,
         slope=slope,
         line_width=line,
+        line_stops=line < len(masses),
         threshold=(1.0 + sum(masses[:line])) / times[line] * slope,
         between_ms=times[max(N, line)] - times[min(N, line)],
         next_step_ms=next_step_ms,

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from minicast.command import guarded, note_no_effect
 from minicast.prompts import EVERYTHING, domain_name, read_prompts
-from minicast.replay import Drafts, needed, replay
+from minicast.record import Drafts
+from minicast.replay import needed, rounds_of
 from minicast.tree import RANK_CAP, top_ranked
 from minicast.width import MAX_WIDTH
 from model.device import device_name
@@ -293,7 +294,7 @@ def held_out_rounds(draft: DraftHead, target: Target, example: Example, reading:
     for method, width, rank_cap in ("chain", depth, 1), ("tree", WIDTH, RANK_CAP):
         trees = [drafts.tree(place, width, rank_cap) for place in range(len(response) - 1)]
         needs = [needed(tree, response[place + 1 :]) for place, tree in enumerate(trees)]
-        rounds[method] = [step.R for step in replay(needs, width)]
+        rounds[method] = [step.R for step in rounds_of(needs, width)]
     return rounds
 
 

@@ -279,7 +279,7 @@ class Target(nn.Module):
         return self.norm(x), features
 
     def logits(self, hidden: Tensor, run_linear: Callable = Linear.__call__) -> Tensor:
-        """hidden (…, H) -> logits (…, V). run_linear: runs a linear layer, (layer, x) -> y, compiled or as it is written."""
+        """hidden (…, H) -> logits (…, V). run_linear: runs a linear layer, (layer, x) -> y, as written or compiled."""
         return run_linear(self.lm_head, hidden)
 
     @torch.no_grad()

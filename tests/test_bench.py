@@ -17,7 +17,7 @@ import torch
 from graphs import capture
 from minicast import audit, bench, figures, machine, paper_probe, probe, prompts, report, round
 from minicast.bench import Arm, Journal, Plan
-from minicast.command import Choice
+from minicast.command import Checkpoints
 from minicast.answer import Output
 from minicast.decode import Decoder
 from minicast.figures import Departure, Estimate, Record
@@ -1126,7 +1126,7 @@ def test_program_measures_a_random_head(flags, models, tmp_path):
     assert report["environment"]["weights"].endswith(", whose weights are random")
     assert bench.main([*flags, "--random-weights", "head", "--methods", "ar"]) == 0  # which needs none
     real, placement = load_draft(models[1]), bench.Placement.choose("cpu", "float32")
-    target, random_head = load_random_head(Choice(*models, None), placement)
+    target, random_head = load_random_head(Checkpoints(*models, None), placement)
     assert random_head.config == real.config and random_head.directory is None
     weights = sum(layer.in_features * layer.out_features for layer in linear_layers(random_head))
     assert weight_bytes(random_head) == 2 * weights  # as those of published heads, so it takes as long

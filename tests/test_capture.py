@@ -430,10 +430,10 @@ def test_growing_caches_drop_the_graphs(models, capsys):
     assert line.startswith("minicast: caches grew to ") and line.endswith("; recording 2 graphs anew")
 
 
-@pytest.mark.parametrize("width, reads", [(15, ["tolist"]), ("auto", ["tolist", "item"]), ("round", ["tolist"] * 2)])
+@pytest.mark.parametrize("width, reads", [(15, ["tolist"]), ("auto", ["tolist"]), ("round", ["tolist"] * 2)])
 def test_host_syncs_of_a_round(models, monkeypatch, width, reads):
     """Each copy to the host stalls the device. A replayed round has one, its outcome; with "round" also the masses,
-    where no curve is learned from them. The `item` of "auto" comes after the outcome and reads memory of the host."""
+    where no curve is learned from them."""
     prompt, decoder = prompt_of(5), deployed(replaying(models[0], tiny_draft()))
     knowing(decoder, prompt + autoregressive(models[0], prompt, 40).token_ids, first=0)
     decoder.generate(prompt, width=width, max_new_tokens=3)
@@ -690,7 +690,7 @@ def test_no_round_widens_weights(vocabulary, monkeypatch):
     rounds = decoder.stream(prompt, width=7, max_new_tokens=12)
     next(rounds)
     assert draft.fc not in calls  # a prompt's many rows are one product, of weights that are widened once
-    monkeypatch.setattr(Linear, "_rows", lambda linear: pytest.fail("the weights of a linear layer are widened"))
+    monkeypatch.setattr(Linear, "dense", lambda linear: pytest.fail("the weights of a linear layer are widened"))
     assert len(list(rounds)) and decoder.output.token_ids == expected
 
 

@@ -120,7 +120,7 @@ def test_rounds_of_the_default_pair_are_those_of_the_decoder():
     flip a tie of two candidates: not on these prompts.
     """
     target, draft = load_target("smollm2"), load_draft("smollm2")
-    tokenizer = record.Choice("smollm2", "smollm2", None).tokenizer()
+    tokenizer = record.Checkpoints("smollm2", "smollm2", None).tokenizer()
     for text in ("What is 17 times 23? Show each step.", "Write a Python function that reverses a string."):
         prompt, options = tokenizer.encode_chat(text), {"max_new_tokens": 32, "stop_ids": tokenizer.stop_ids}
         answer = Decoder(target).generate(prompt, method="ar", **options).token_ids
@@ -413,7 +413,7 @@ def test_records_goes_on_and_analyses(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_data, "continue_batch", None)
     monkeypatch.setattr(record, "draft_answer", None)
     assert command()[0] == 0
-    monkeypatch.setattr(record.Choice, "load", None)
+    monkeypatch.setattr(record.Checkpoints, "load", None)
     capsys.readouterr()
     assert command("--analyse")[0] == 0
     idle = "--device, --draft-model, --max-new-tokens, --model, --prompts: no effect on --analyse"
@@ -548,11 +548,14 @@ def test_damaged_settings_are_named(command, capsys, changed):
 def test_a_recording_that_may_not_be_read_is_not_called_damaged(command, capsys, monkeypatch):
     """Deleting it is no way out."""
     _, out = command()
+    opened = Path.open
 
-    def refused(path, **how):
-        raise PermissionError(13, "Permission denied", str(path))
+    def refuse(self, *mode, **how):  # a file's mode would not keep root out
+        if self.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *mode, **how)
 
-    monkeypatch.setattr(record, "safe_open", refused)
+    monkeypatch.setattr(Path, "open", refuse)
     capsys.readouterr()
     assert command("--analyse")[0] == 1
     message = capsys.readouterr().err.splitlines()[-1]

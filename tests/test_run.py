@@ -19,7 +19,7 @@ import run
 from graphs import capture
 from graphs.masks import BODIES
 from minicast import bench, command, paper_probe, probe
-from minicast.command import Choice
+from minicast.command import Checkpoints
 from minicast.answer import Output, Round
 from minicast.decode import Decoder
 from minicast.methods import METHODS, best_first
@@ -745,14 +745,14 @@ def test_names_that_are_none_are_refused_before_loading(capsys, models, tmp_path
 @pytest.mark.parametrize("target", ["smollm2", None])
 def test_a_head_that_is_named_is_the_one_that_drafts(models, target):
     """Whether or not the target has a known one, which is the default alone."""
-    assert Choice.of(target, models[1], torch.device("cpu"), drafts=True).draft == models[1]
-    assert Choice.of(target, None, torch.device("cpu"), drafts=True).draft == "smollm2"
+    assert Checkpoints.of(target, models[1], torch.device("cpu"), drafts=True).draft == models[1]
+    assert Checkpoints.of(target, None, torch.device("cpu"), drafts=True).draft == "smollm2"
 
 
 def test_the_mode_of_the_template_is_compared_with_the_heads(cli, spy, monkeypatch):
     """See below."""
     noted = []
-    monkeypatch.setattr(Choice, "note_thinking", lambda self, program, enabled: noted.append((program, enabled)))
+    monkeypatch.setattr(Checkpoints, "note_thinking", lambda self, program, enabled: noted.append((program, enabled)))
     cli(), cli("--enable-thinking")
     assert noted == [("run.py", False), ("run.py", True)]
 
@@ -763,5 +763,5 @@ def test_the_mode_of_the_template_is_compared_with_the_heads(cli, spy, monkeypat
 ])
 def test_thinking_that_a_head_was_not_trained_for_is_told(capsys, pair, enabled, words):
     """In the other mode of a template acceptance collapses; a template without modes has no other one."""
-    Choice(pair, pair, hub.known_pair(pair)).note_thinking("run.py", enabled)
+    Checkpoints(pair, pair, hub.known_pair(pair)).note_thinking("run.py", enabled)
     assert capsys.readouterr().err == (f"run.py: the head of {pair} {words}\n" if words else "")
