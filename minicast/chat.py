@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from minicast.decode import Decoder
 from minicast.program import Terminated
-from minicast.terminal import Answer, Screen, mean, show_answer
+from minicast.terminal import Screen, ShownAnswer, mean, show_answer
 from model.errors import UserError
 from model.tokenizer import Tokenizer
 
@@ -89,7 +89,7 @@ class Chat:
     def __init__(self, decoder: Decoder, conversation: Conversation, options: dict, screen: Screen):
         self.decoder, self.conversation, self.options, self.screen = decoder, conversation, options, screen
         self.interactive = bool(sys.stdin) and sys.stdin.isatty() and screen.stream.isatty()
-        self.answers: list[Answer] = []
+        self.answers: list[ShownAnswer] = []
         self.refused = False  # whether a turn was: without a terminal only the exit status can say so
         self.commands = {"/reset": self.reset, "/stats": self.stats, "/help": lambda: note(HELP)}
 

@@ -44,8 +44,8 @@ class Screen:
 
 
 @dataclass
-class Answer:
-    """One answer and what was asked.
+class ShownAnswer:
+    """One answer as it was shown, and what was asked for.
 
     Attributes:
         method, width: as asked for
@@ -129,13 +129,13 @@ class Answer:
 def show_answer(
     decoder: Decoder, tokenizer: Tokenizer, prompt_ids: list[int], options: dict, screen: Screen, live: bool = True,
     trees: bool = False,
-) -> Answer:
+) -> ShownAnswer:
     """Decode an answer and show it as it comes. Ctrl-C ends it early, and so does a UserError once there is text.
 
     options: method, width and the other options of `Decoder.stream`
     live: show the text as it comes; trees: show each round's packed tree, and the text after the last one
     """
-    answer = Answer(options["method"], options["width"], len(prompt_ids))
+    answer = ShownAnswer(options["method"], options["width"], len(prompt_ids))
     text = tokenizer.stream()
 
     def show(piece: str, style: str) -> None:

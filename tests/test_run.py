@@ -23,7 +23,7 @@ from minicast.command import Checkpoints
 from minicast.answer import Output, Round
 from minicast.decode import Decoder
 from minicast.methods import METHODS, best_first
-from minicast.terminal import DIM, GREEN, PLAIN, RESET, Answer, Screen, show_answer, tree_lines
+from minicast.terminal import DIM, GREEN, PLAIN, RESET, Screen, ShownAnswer, show_answer, tree_lines
 from minicast.tree import RANK_CAP, Tree
 from model import hub, load_draft, load_target, load_tokenizer
 from model.errors import UserError
@@ -555,7 +555,7 @@ def test_show_tree_lists_every_round(cli, expected):
 def test_figures_of_an_answer():
     """Both R's and the histogram, from known rounds."""
     output = Output([1, 2, 3, 4, 5, 6, 7], [3, 1, 2], [15, 15, 15], "eos", 0.5, 1.4, 2.0)
-    answer = Answer("cast", 15, 10, output, [2, 0, 2], [("ab", GREEN), ("c", PLAIN)], "eos")
+    answer = ShownAnswer("cast", 15, 10, output, [2, 0, 2], [("ab", GREEN), ("c", PLAIN)], "eos")
     text = "\n".join(answer.lines())
     for words in (
         "10 tokens, 0.50 s, 20.0 tok/s", "7 tokens, 1.40 s, 5.0 tok/s, 200.0 ms a token",
@@ -581,14 +581,14 @@ def test_figures_of_an_answer():
 
 def test_figures_of_an_answer_interrupted_in_its_first_round():
     """The decoder has counted the round, and the screen has not seen it."""
-    answer = Answer("ar", 0, 3, Output([1, 2], [1], [0], "", 0.5, 0.1, 0.6))
+    answer = ShownAnswer("ar", 0, 3, Output([1, 2], [1], [0], "", 0.5, 0.1, 0.6))
     assert any("1.00 tokens committed a round, 0.00 of them" in line for line in answer.lines())
 
 
 def test_ids_in_json_are_those_of_the_text_shown():
     """Interrupted while a round was on its way to the screen, the decoder has that round already."""
     output = Output([1, 2, 3, 4], [2, 1], [3, 3], "", 0.5, 0.1, 0.6)
-    answer = Answer("cast", 3, 3, output, [1], [("ab", "")], token_ids=[1, 2, 3])
+    answer = ShownAnswer("cast", 3, 3, output, [1], [("ab", "")], token_ids=[1, 2, 3])
     figures = answer.figures()
     assert figures["token_ids"] == [1, 2, 3] and figures["text"] == "ab"
     assert figures["round_lengths"] == [2] and figures["widths"] == [3] and figures["mean_committed_per_round"] == 2
