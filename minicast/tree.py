@@ -112,8 +112,10 @@ def best_first_tree(log_q: torch.Tensor, width: int, rank_cap: int | None = RANK
     Fewer where fewer have any mass. `rank_cap=None` is uncapped: a token of rank r comes after r siblings, so only the
     best `width` tokens of a depth can ever be in the tree.
 
-    ValueError for a width below 0, a rank cap below 1 or scores above 0; NonFinite for scores of NaN or +inf.
+    ValueError for another shape, a width below 0, a rank cap below 1 or scores above 0; NonFinite for scores of NaN or +inf.
     """
+    if log_q.dim() != 2:
+        raise ValueError(f"log q has the shape (L, V), not {tuple(log_q.shape)}")
     if width < 0:
         raise ValueError(f"a tree has 0 nodes or more, not {width}")
     if rank_cap is not None and rank_cap < 1:

@@ -282,6 +282,8 @@ def test_errors_name_the_cause():
         best_first_tree(log_q, -1)
     with pytest.raises(ValueError, match="rank_cap"):
         best_first_tree(log_q, 5, rank_cap=0)
+    with pytest.raises(ValueError, match=r"shape \(L, V\), not \(5000,\)"):
+        best_first_tree(log_q[0], 5)
     nan = float("nan")
     for value, token, dtype in product((nan, -nan, INF), (0, 4321), (torch.float32, torch.bfloat16)):
         broken = log_q.to(dtype)
