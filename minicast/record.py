@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
@@ -25,7 +25,7 @@ from minicast.tree import Tree, ranked_tree, top_ranked
 from model import hub, train_data
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
-from model.files import SETTINGS, claim, claimed, digest, save_tensors
+from model.files import SETTINGS, claim, claimed, digest, open_tensors, save_tensors
 from model.transformer import KVCache, Target, Window
 
 RANKS = 32   # tokens kept at each depth
@@ -81,15 +81,12 @@ class Recording:
     def load(cls, path: Path) -> "Recording":
         """UserError for a file that is truncated, not from here, or may not be read."""
         try:
-            path.open("rb").close()  # safetensors calls a file that may not be read one that is not there
-            with safe_open(path, framework="pt") as file:
+            with open_tensors(path) as file:
                 def drafts(name: str) -> Drafts:
                     return Drafts(file.get_tensor(f"{name}.tokens"), file.get_tensor(f"{name}.log_q"))
 
                 answer = file.get_tensor("answer").tolist()
                 return cls(file.metadata()["domain"], answer, drafts=drafts("drafts"), short=drafts("short"))
-        except PermissionError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
         except (SafetensorError, OSError, TypeError, KeyError) as error:
             raise UserError(f"{path} is damaged ({error}): delete it, and it is recorded again") from error
 

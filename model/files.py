@@ -8,8 +8,8 @@ new one.
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from model.errors import UsageError, UserError
@@ -67,6 +67,20 @@ def save_tensors(path: Path, tensors: dict, metadata: dict[str, str] | None = No
         write_atomically(path, lambda partial: save_file(tensors, partial, metadata))
     except SafetensorError as error:
         raise UserError(f"cannot write {path}: {error}") from error
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator:
+    """A safetensors file to read from, as `safe_open` gives it. UserError where it may not be read; other failures are the
+    library's own."""
+    from safetensors import safe_open
+
+    try:
+        path.open("rb").close()  # the library calls a file that may not be read one that is not there
+    except PermissionError as error:
+        raise UserError(f"{path} may not be read: change its permissions") from error
+    with safe_open(path, framework="pt") as file:
+        yield file
 
 
 def check_directory(path: Path, flag: str) -> None:

@@ -27,11 +27,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
 
 from model.errors import UserError
-from model.files import Progress, digest, read_text, save_tensors, write_atomically
+from model.files import Progress, digest, open_tensors, read_text, save_tensors, write_atomically
 from model.transformer import KVCache, Target, Window
 
 LABELS = 32  # most probable tokens kept at each position
@@ -232,7 +231,7 @@ class ReadingCache:
         if example not in self:
             reading = read(self.target, example, self.taps)
             save_tensors(self.path(example), vars(reading))
-        with safe_open(self.path(example), framework="pt") as file:
+        with open_tensors(self.path(example)) as file:
             return Reading(**{name: file.get_tensor(name) for name in file.keys()})
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from model.errors import UserError
-from model.files import Progress, another_copy, read_json
+from model.files import Progress, another_copy, open_tensors, read_json
 from model.linear import Linear, narrow
 from model.memory import require_memory, trim
 
@@ -52,7 +52,7 @@ class Stored:
 
     def read(self) -> Tensor:
         """The tensor (`shape`), mapped from the file until its last reference is gone."""
-        with safe_open(self.file, framework="pt") as file:
+        with open_tensors(self.file) as file:
             return file.get_tensor(self.name)
 
 
@@ -217,11 +217,8 @@ def _read_header(path: Path) -> list[Stored]:
     if not path.is_file():
         raise UserError(f"{path} is missing: download it, for only safetensors weights are read")
     try:
-        path.open("rb").close()  # safetensors calls a file that may not be read one that is not there
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return [Stored(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()]
-    except PermissionError as error:
-        raise UserError(f"{path} may not be read: change its permissions") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is empty, damaged or incomplete ({error}): {another_copy(path)}") from error
