@@ -31,8 +31,6 @@ SLICE = 4096  # rows checked at a time, so that the check needs little memory be
 
 FEW_ROWS = 16  # up to so many input rows, one loop over the weights is faster than widening them first
 PANEL = 16  # outputs that the loop computes side by side: one register of float32, or two
-STREAMS = 4  # panels read at a time, if the sums of all rows over them fit into registers
-SUMS = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 4  # sums of PANEL outputs that fit
 
 
 class Linear(nn.Module):
@@ -138,15 +136,12 @@ def panel_product(x: Tensor, panels: Tensor) -> Tensor:
 
     There is one sum for each row of x, all over the same in_features, so Inductor fuses them into one loop. In it, a
     slice of a panel is loaded and widened once for all rows, and the sums stay in registers as far as there are
-    enough. One row waits for memory; with a few rows, each addition waits for the one before it. Reading several
-    panels at a time shortens both waits.
+    enough.
     """
     # as_strided puts x into memory: without it, Inductor would compute x again in every turn of the loop.
     rows = x.as_strided(x.shape, x.stride()).unbind()
-    streams = math.gcd(len(panels), min(STREAMS, max(SUMS // len(rows), 1)))
-    parts = panels.unflatten(0, (streams, -1)).unbind()
-    sums = [(row[None, None, :, None] * part.float()).sum(2) for row in rows for part in parts]
-    return torch.cat(sums).view(len(rows), -1)  # one concatenation, in memory order: each sum is written to its place
+    sums = [(row[:, None] * panels.float()).sum(1) for row in rows]
+    return torch.cat(sums).view(len(rows), -1)  # each sum is written to its place
 
 
 @dataclass(frozen=True)
