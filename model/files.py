@@ -1,4 +1,4 @@
-"""Where the cache lies; reading text and JSON with one-line errors; atomic writes; checks of output paths; the settings
+"""Where the cache lies; reading text, JSON and tensors with one-line errors; atomic writes; checks of output paths; the settings
 file that says which run a directory belongs to.
 
 A file is written here as a whole or not at all: even after the writer was killed, a reader finds the old file or the
