@@ -17,7 +17,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from math import inf
 from pathlib import Path
@@ -40,7 +40,10 @@ from model.dflash import DraftHead
 from model.files import CURVE, cache_directory, digest, write_atomically
 from model.linear import weight_bytes
 
-FORMAT = 5  # of the cached costs: raise it when what is measured changes
+# What a round runs through, and what measures it: a change of these files may change its cost.
+TIMED = ("graphs/capture", "graphs/cpu", "graphs/masks", "minicast/decode", "minicast/methods", "minicast/probe")
+TIMED += ("minicast/round", "minicast/sampling", "minicast/tree", "minicast/verify")
+TIMED += ("model/device", "model/dflash", "model/linear", "model/transformer")
 ASKED = (1, 4, 8, 16, 24, 32, 48, 64, 96, MAX_ROWS)  # row counts measured where there are no buckets
 ASKED_FIRST = 16     # up to here always; beyond, only while the rule still adds nodes
 BEHIND = 2           # positions the drafter has to catch up with before a draft: about what a round commits
@@ -435,7 +438,7 @@ def cost_key(decoder: Decoder, prefix: int) -> dict:
     """Everything that a round's cost depends on: of the weights only shapes and layout."""
     target, draft, state = decoder.target, decoder.draft, decoder.state
     return {
-        "format": FORMAT,
+        "code": code_digest(),
         "torch": torch.__version__,
         "device": device_name(target.device),
         "dtype": str(target.dtype),
@@ -448,6 +451,13 @@ def cost_key(decoder: Decoder, prefix: int) -> dict:
         "positions": decoder.max_length if state.static else 0,
         "prefix": prefix,
     }
+
+
+@cache
+def code_digest() -> str:
+    """Of the files TIMED, as this program found them."""
+    root = Path(__file__).parents[1]
+    return digest("".join((root / f"{name}.py").read_text(encoding="utf-8") for name in TIMED))
 
 
 def pair_digest(decoder: Decoder) -> str:

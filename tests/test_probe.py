@@ -6,17 +6,20 @@ Tests that ask what is decided replace the clock's figures by a table: no decisi
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from statistics import linear_regression
 
 import pytest
 import torch
 
-from graphs.masks import TILE
+from graphs.capture import CompiledLayer
+from graphs.masks import BODIES, TILE
 from minicast import answer, back_off, paper_probe, probe
 from minicast.curve import MassCurve
 from minicast.answer import Options
@@ -33,6 +36,8 @@ from model.errors import UsageError, UserError
 from model.linear import Linear
 from model.transformer import Layer
 from test_decode import DEPTH, autoregressive, prompt_of, tiny_draft, tiny_target
+
+ROOT = Path(__file__).parents[1]
 
 FLAT = {n: 20.0 for n in range(1, 129)}
 STEEP = {n: 10.0 * n for n in range(1, 129)}
@@ -375,7 +380,8 @@ def test_whatever_decides_what_a_round_costs_is_probed_for(draft, monkeypatch):
     note(decoder(attention="static", max_length=256))
     note(Decoder(target, tiny_draft(block_size=4, context=512)))
     for patched, value in (
-        ((torch, "get_num_threads"), lambda: 99), ((probe, "device_name"), lambda device: "another"), ((probe, "FORMAT"), 0),
+        ((torch, "get_num_threads"), lambda: 99), ((probe, "device_name"), lambda device: "another"),
+        ((probe, "code_digest"), lambda: "another"),
         ((torch, "__version__"), "0"), ((plain.state.body, "compiled_layer"), AsWritten()),
     ):
         with monkeypatch.context() as patch:
@@ -392,6 +398,36 @@ def test_whatever_decides_what_a_round_costs_is_probed_for(draft, monkeypatch):
     target, draft = tiny_target(context=512).bfloat16(), tiny_draft(context=512).bfloat16()
     note(decoder())
     assert len({json.dumps(key) for key in keys}) == len(keys) == 14
+
+
+@pytest.mark.parametrize("attention", BODIES)
+def test_all_files_that_a_round_runs_through_are_timed(draft, attention):
+    """A version that is pulled, or a fork's idea, is probed for; so whatever it may change must be in the costs' key."""
+    decoder = Decoder(tiny_target(context=512), draft, attention=attention)
+    if attention == "sdpa":
+        decoder.state.body.compiled_layer = CompiledLayer(backend=lambda graph, inputs: graph.forward)
+    passes, ran = Passes(decoder, 256), set()
+    passes.costs((1, 16), warm_ups=1, repeats=2)  # compiles
+    sys.setprofile(lambda frame, event, argument: ran.add(frame.f_code.co_filename))
+    try:
+        passes.costs((1, 16), warm_ups=1, repeats=2)
+    finally:
+        sys.setprofile(None)
+    ran = {Path(path).relative_to(ROOT) for path in ran if path.startswith(str(ROOT))}
+    ours = {path for path in ran if path.parts[0] != "tests"}
+    assert {"minicast/round", "model/device"} < {str(path.with_suffix("")) for path in ours} <= set(probe.TIMED)
+
+
+def test_costs_belong_to_the_code_that_was_measured(monkeypatch, tmp_path):
+    for package in ("graphs", "minicast", "model"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "heads"))
+    monkeypatch.setattr(probe, "__file__", str(tmp_path / "minicast" / "probe.py"))
+    found = [probe.code_digest(), probe.code_digest.__wrapped__()]
+    for name in ("minicast/terminal", *probe.TIMED):
+        with (tmp_path / f"{name}.py").open("a") as file:
+            file.write("# an idea\n")
+        found.append(probe.code_digest.__wrapped__())
+    assert found[0] == found[1] == found[2] and len(set(found)) == 1 + len(probe.TIMED)
 
 
 def test_the_middle_of_an_answer_chooses_the_prefix_that_stands_for_it(target, draft):
