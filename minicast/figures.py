@@ -467,7 +467,6 @@ def speed_table(rows: Sequence[Row]) -> Iterator[str]:
         "domain", "method", "ms/token", "wall ms/token", "R", "break-even R",
         "speedup over AR, pooled", "speedup over AR, mean of prompts",
         "by wall time, pooled", "by wall time, mean of prompts",
-        "gain over DFlash, pooled", "gain over DFlash, mean of prompts", "R - R of DFlash, mean of prompts",
     )
     yield from markdown(heads, [
         [
@@ -481,12 +480,25 @@ def speed_table(rows: Sequence[Row]) -> Iterator[str]:
             str(row.prompt_speedup or ""),
             two_decimals(row.wall_speedup),
             str(row.wall_prompt_speedup or ""),
-            two_decimals(row.gain),
-            str(row.prompt_gain or ""),
-            str(row.R_difference or ""),
         ]
         for row in rows
     ])
+
+
+def gain_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Lines of Markdown: trees against the chain; none without DFlash to compare with."""
+    found = [row for row in rows if row.prompt_gain or row.R_difference]
+    if not found:
+        return
+    yield from markdown(
+        ("domain", "method", "gain over DFlash, pooled", "gain over DFlash, mean of prompts",
+         "R - R of DFlash, mean of prompts"),
+        [
+            [row.domain, row.arm, two_decimals(row.gain), str(row.prompt_gain or ""), str(row.R_difference or "")]
+            for row in found
+        ],
+    )
+    yield ""
 
 
 def shape_table(rows: Sequence[Row], depth: int) -> Iterator[str]:
@@ -521,8 +533,8 @@ def repeat_table(rows: Sequence[Row], repeats: str) -> Iterator[str]:
     def cells(spread: Spread | None) -> list[str]:
         return [two_decimals(spread.mean), f"{spread.low:.2f} to {spread.high:.2f}"] if spread else ["", ""]
 
-    heads = (f"{figure}, {what}" for figure in ("speedup over AR", "gain over DFlash")
-             for what in (f"pooled, mean of {repeats}", f"range over {repeats}"))
+    heads = [f"{figure}, {what}" for figure in ("speedup over AR", "gain over DFlash")
+             for what in (f"pooled, mean of {repeats}", f"range over {repeats}")]
     yield from markdown(
         ("domain", "method", *heads),
         [[row.domain, row.arm, *cells(row.repeat_speedup), *cells(row.repeat_gain)] for row in found],

@@ -16,7 +16,8 @@ import torch
 from minicast.audit import Audit
 from minicast.command import Placement
 from minicast.figures import (
-    Prediction, Record, Row, difference_lines, located, prediction_table, repeat_table, shape_table, speed_table, summary,
+    Prediction, Record, Row, difference_lines, gain_table, located, prediction_table, repeat_table, shape_table,
+    speed_table, summary,
 )
 from minicast.machine import TREE_DEPTH, Floor
 from minicast.paper_probe import FullProbe
@@ -74,7 +75,7 @@ class Report:
 
     def to_markdown(self) -> str:
         lines = [f"**{self.remark}**", ""] if self.remark else []
-        lines += [*speed_table(self.rows), "", *shape_table(self.rows, self.depth)]
+        lines += [*speed_table(self.rows), "", *gain_table(self.rows), *shape_table(self.rows, self.depth)]
         lines += repeat_table(self.rows, "seeds" if self.sampled else "repeats")
         if self.predictions:
             lines += [*prediction_table(self.predictions), ""]

@@ -691,6 +691,7 @@ def test_figures_without_rounds_or_references():
     alone = figures.summarise([a_record("cast")], seed=0)[0]
     assert alone.ms_per_token == 250 and alone.speedup is alone.gain is alone.break_even is None
     assert len(list(figures.speed_table(rows))) == 2 + len(rows)
+    assert list(figures.gain_table(rows)) == []  # without DFlash
     lines = figures.comparison_lines([empty, a_record("ar")])
     assert [line.split()[0] for line in lines] == ["method", "cast", "ar"]
 
@@ -716,8 +717,10 @@ def test_every_figure_stands_under_its_own_head():
         "domain": "d", "method": "cast N=7", "ms/token": "2.00", "wall ms/token": "3.00", "R": "1.00",
         "break-even R": "5.00", "speedup over AR, pooled": "6.00",
         "speedup over AR, mean of prompts": "8.00 [7.50, 8.50]", "by wall time, pooled": "7.00",
-        "by wall time, mean of prompts": "9.00 [8.50, 9.50]", "gain over DFlash, pooled": "10.00",
-        "gain over DFlash, mean of prompts": "11.00 [10.50, 11.50]",
+        "by wall time, mean of prompts": "9.00 [8.50, 9.50]",
+    }
+    assert cells(figures.gain_table([row])) == {
+        "domain": "d", "method": "cast N=7", "gain over DFlash, pooled": "10.00", "gain over DFlash, mean of prompts": "11.00 [10.50, 11.50]",
         "R - R of DFlash, mean of prompts": "14.00 [13.50, 14.50]",
     }
     assert cells(figures.repeat_table([row], "seeds")) == {
@@ -742,6 +745,12 @@ def test_every_figure_stands_under_its_own_head():
 def test_names_are_aligned_left_and_figures_right(names, line):
     rows = ["| 1 | 2 | 3 |", "| x |  | y |"]
     assert list(markdown("abc", ["123", ["x", "", "y"]], names)) == ["| a | b | c |", line, *rows]
+
+
+def test_a_column_of_figures_that_no_row_has_is_left_out():
+    """As all that compares with DFlash, in a run without it; a name may be blank."""
+    rows = [["x", "", "", "1", ""], ["y", "", "", "", "2"]]
+    assert list(markdown("abcde", rows, 2)) == ["| a | b | d | e |", "|---|---|---:|---:|", "| x |  | 1 |  |", "| y |  |  | 2 |"]
 
 
 def test_a_comparison_has_each_methods_own_figures():
