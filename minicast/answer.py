@@ -109,6 +109,15 @@ class Output:
     setup_seconds: float = 0.0
 
 
+def ms_per_token(outputs: Sequence[Output], timer: str = "decode_seconds") -> float | None:
+    """Time over the number of new tokens, of all answers together (paper, Appendix D); None where no time passed.
+
+    timer: a field of `Output`, in seconds
+    """
+    tokens, seconds = sum(len(output.token_ids) for output in outputs), sum(getattr(output, timer) for output in outputs)
+    return seconds * 1e3 / tokens if tokens and seconds else None
+
+
 @dataclass
 class Round:
     """What one round did.

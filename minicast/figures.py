@@ -23,10 +23,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from minicast.answer import Output
+from minicast.answer import Output, ms_per_token
 from minicast.prompts import MEAN
 from minicast.table import markdown
-from minicast.terminal import ms_per_token
 
 RESAMPLES = 10_000
 

@@ -193,7 +193,7 @@ class Passes:
         self.request: Request = decoder.request(Options(), drafts=True)
         if self.state.prefix > prefix - BEHIND:
             decoder.reset()
-        self.cached = self.state.prefix, self.state.tapped, self.state.drafted, self.state.root.clone()
+        self.cached, self.root = (self.state.prefix, self.state.drafted, self.state.tapped), self.state.root.clone()
         decoder.reserve(max(prefix, positions))
         try:
             self.propose(MAX_WIDTH)  # its first rows are a pack of any smaller width
@@ -214,12 +214,8 @@ class Passes:
         return self.decoder.settle(self.request, n)
 
     def _place(self, drafted: int) -> None:
-        state = self.state
-        state.prefix = state.tapped = self.prefix
-        state.drafted = drafted
-        state.root.zero_()  # if logits were not finite, this holds no token; the answer will report that
-        state.P.fill_(self.prefix)
-        state.D.fill_(drafted)
+        self.state.place(self.prefix, drafted, self.prefix)
+        self.state.root.zero_()  # if logits were not finite, this holds no token; the answer will report that
 
     def timings(self, runs: dict[Hashable, Callable[[], object]], **protocol) -> Timings:
         """`interleaved` by this decoder's clocks; protocol: its warm_ups, repeats and seconds.
@@ -242,13 +238,10 @@ class Passes:
         return Costs(tuple(packed), settle_ms, propose_ms, tuple(proposed), found.steady)
 
     def close(self) -> None:
-        state = self.state
-        state.prefix, state.tapped, state.drafted, root = self.cached
-        if state.prefix == 0:
+        self.state.place(*self.cached)
+        if self.state.prefix == 0:
             self.decoder.reset()  # and free the caches, which may be longer than an answer needs
-        state.root.copy_(root)
-        state.P.fill_(state.prefix)
-        state.D.fill_(state.drafted)
+        self.state.root.copy_(self.root)
 
 
 def measure_costs(

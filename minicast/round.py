@@ -126,16 +126,20 @@ class State:
         """Packed rows that rounds are padded to, ascending; none: a round runs as many as it has."""
         return BUCKETS if self.static else COMPILED_BUCKETS if self.compiled else ()
 
+    def place(self, prefix: int, drafted: int, tapped: int) -> None:
+        """Set the counters, on the host and on the device."""
+        self.prefix, self.drafted, self.tapped = prefix, drafted, tapped
+        self.P.fill_(prefix)
+        self.D.fill_(drafted)
+
     def reset(self) -> None:
         """Forget the cached prefix, and free the caches, unless graphs may hold their addresses."""
-        self.prefix = self.drafted = self.tapped = 0
+        self.place(0, 0, 0)
         self.cached_ids: list[int] = []
         if not self.static or not self.slots:
             self.slots = 0
             self.target_cache = self.draft_cache = self.features = None
             return
-        self.P.zero_()
-        self.D.zero_()
         for cache in (self.target_cache, self.draft_cache):
             if cache:
                 cache.data.zero_()
@@ -183,10 +187,7 @@ class State:
 
     def rewind(self, prefix: int) -> None:
         """Keep the first `prefix` committed positions; what lies above is overwritten before it is read."""
-        self.prefix = prefix
-        self.drafted, self.tapped = min(self.drafted, prefix), min(self.tapped, prefix)
-        self.P.fill_(prefix)
-        self.D.fill_(self.drafted)
+        self.place(prefix, min(self.drafted, prefix), min(self.tapped, prefix))
         del self.cached_ids[prefix:]
 
     def window(self, offsets: Tensor, visible: Tensor | str) -> Window:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from minicast.answer import Output, Round
+from minicast.answer import Output, Round, ms_per_token
 from minicast.decode import Decoder
 from minicast.methods import UNSIZED
 from minicast.program import Terminated
@@ -173,15 +173,6 @@ def show_answer(
 
 def mean(values: list[int]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def ms_per_token(outputs: Sequence[Output], timer: str = "decode_seconds") -> float | None:
-    """Time over the number of new tokens, of all answers together (paper, Appendix D); None where no time passed.
-
-    timer: a field of `Output`, in seconds
-    """
-    tokens, seconds = sum(len(output.token_ids) for output in outputs), sum(getattr(output, timer) for output in outputs)
-    return seconds * 1e3 / tokens if tokens and seconds else None
 
 
 def rate(tokens: int, seconds: float) -> str:
