@@ -65,9 +65,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def encode_prompt(arguments: argparse.Namespace, tokenizer) -> list[int]:
-    from minicast.command import read_stdin
+    from minicast.command import check_length, read_stdin
 
     text = read_stdin() if arguments.prompt == "-" else arguments.prompt
+    check_length(text, tokenizer)
     chat = {"system": arguments.system, "enable_thinking": arguments.enable_thinking}
     ids = tokenizer.encode(text) if arguments.raw else tokenizer.encode_chat(text, **chat)
     if ids and not text.strip():

@@ -18,6 +18,7 @@ from minicast.program import (
     INTERRUPTED, Terminated, Unwritable, complain, interruptible, settle_streams, watched_streams,
 )
 from model import check_pair, hub, load_draft, load_target, load_tokenizer
+from model.config import read_config, target_config
 from model.dflash import DraftHead
 from model.errors import UsageError, UserError
 from model.files import read_json
@@ -79,6 +80,14 @@ def read_stdin() -> str:
         raise UsageError(f"--prompt -: stdin is not UTF-8 at byte {error.start + 1}") from error
     except OSError as error:
         raise UsageError(f"--prompt -: stdin cannot be read: {error.strerror}") from error
+
+
+def check_length(text: str, tokenizer: Tokenizer) -> None:
+    """UsageError where a prompt can't fit, however it is encoded: to encode a huge one takes minutes and gigabytes."""
+    context = target_config(read_config(tokenizer.directory), tokenizer.directory).context
+    if len(text) > context and (least := tokenizer.least_tokens(text)) > context:
+        size = f"{len(text)} characters, at least {least} tokens"
+        raise UsageError(f"the prompt has {size}, the target's context is {context}; shorten the prompt")
 
 
 def note_idle_flags(program: str, arguments: argparse.Namespace, methods: Sequence[str], drafts: bool) -> None:

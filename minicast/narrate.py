@@ -172,10 +172,11 @@ def round_lines(seen: Seen, step: Round, method: str, verifier: str, token_text:
 
 
 def draft_lines(seen: Seen, name: Callable[[int], str]) -> Iterator[Line]:
-    yield f"P = {seen.P} positions are committed, in both caches; b = {name(seen.root)} is emitted, in neither", PLAIN
     if seen.log_q is None:
+        yield f"P = {seen.P} positions are committed, in the target's cache; b = {name(seen.root)} is emitted, not in it", PLAIN
         yield "the drafter does not run: this round is autoregressive; --method cast --width 15 drafts", PLAIN
         return
+    yield f"P = {seen.P} positions are committed, in both caches; b = {name(seen.root)} is emitted, in neither", PLAIN
     L = len(seen.log_q)
     if seen.unread:
         yield f"the drafter first reads the target's features of {seen.unread} positions committed since it ran", PLAIN

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from graphs.capture import ROWS
 from graphs.masks import EVERYTHING, TILE
 from minicast.methods import Method, Proposal, no_tree
-from minicast.sampling import NO_CHOICE, SamplingParams
+from minicast.sampling import NO_CHOICE, SamplingParams, is_integer
 from minicast.tree import NonFinite, Tree
 from minicast.verify import target_choices, walk, walk_on_host
 from minicast.width import MAX_WIDTH
@@ -237,6 +237,8 @@ def draft(state: State, depth: int | None = None) -> Tensor:
     """Step 1: one pass of the drafter over [b, mask × L] at positions P..P+L -> log q (L, V), or its first `depth` rows."""
     if state.draft is None:
         raise UsageError("this method drafts, and the decoder has no draft head: give it one")
+    if depth is not None and not (is_integer(depth) and depth >= 0):
+        raise UsageError(f"the drafter scores a whole number of depths, from the first on, not {depth!r}")
     rows = state.depth + 1
     read_features(state, rows if state.buckets else state.prefix - state.drafted)
     block = torch.full((1, rows), state.draft.mask_token_id, device=state.P.device)

@@ -37,7 +37,7 @@ FIT_FROM = 16    # the paper fits its line from 16 packed rows on: fewer rows ru
 
 def clamp_width(width: int) -> int:
     """A width the decoder can run: 0 is AR; above MAX_WIDTH it becomes MAX_WIDTH, with a warning."""
-    if not isinstance(width, Integral) or width < 0:
+    if not isinstance(width, Integral) or isinstance(width, bool) or width < 0:
         raise ValueError(f"a width is a whole number, 0 (AR) to {MAX_WIDTH}, not {width!r}")
     if width > MAX_WIDTH:
         warnings.warn(f"width {width} is above the widest tree: using {MAX_WIDTH}", stacklevel=2)

@@ -8,6 +8,7 @@ import torch
 
 from model.config import draft_config, read_config, target_config
 from model.dflash import DraftHead
+from model.errors import UsageError
 from model.files import Progress
 from model.hub import resolve
 from model.transformer import Target
@@ -27,7 +28,8 @@ def load_target(
         pack: lay the weights out for inference (model/linear.py); training needs the plain ones
 
     Raises:
-        UsageError: the name is neither a directory, nor a known pair's name, nor the id of a repository on the hub
+        UsageError: the name is neither a directory, nor a known pair's name, nor the id of a repository on the hub; or
+            the dtype is none of floating point
         UserError: a download failed; a file is missing or damaged; the model is not supported, or is a DFlash head;
             its weights and its config.json do not fit each other; or memory is too small
     """
@@ -59,5 +61,7 @@ def load_draft(
 
 def default_placement(device, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
     """The device and the dtype given, with the defaults of `load_target` for what is None."""
+    if not (dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UsageError(f"a model's dtype is torch.float32, torch.bfloat16 or another of floating point, not {dtype!r}")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return device, dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)

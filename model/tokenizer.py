@@ -9,6 +9,7 @@ Only checkpoints with a tokenizer.json are read. A template's arguments for tool
 
 import datetime
 import json
+import math
 import os
 from functools import cached_property
 from pathlib import Path
@@ -80,6 +81,10 @@ class Tokenizer:
         has_bos = bos is not None and text.startswith(bos)
         return self._tokenizer.encode(text, add_special_tokens=not has_bos).ids
 
+    def least_tokens(self, text: str) -> int:
+        """How many ids a text has at least, found without encoding it: no token covers more characters than it has."""
+        return math.ceil(len(text) / max(map(len, self._tokenizer.get_vocab())))
+
     def encode_chat(
         self, conversation: str | Messages, system: str | None = None, enable_thinking: bool = False
     ) -> list[int]:
@@ -100,12 +105,14 @@ class Tokenizer:
             enable_thinking: for templates with a thinking mode; others ignore it
 
         Raises:
-            UsageError: a text is not valid Unicode
+            UsageError: these are no messages, or a text is not valid Unicode
             UserError: the chat template is missing or broken, refuses the conversation or ignores `system`
         """
         messages = conversation
         if isinstance(conversation, str):
             messages = [{"role": "user", "content": conversation}]
+        if not is_conversation(messages):
+            raise UsageError('a conversation is a text, or a list of {"role": "user" or another, "content": text}')
         for message in messages:
             check_unicode(message["content"], "the prompt" if message["role"] == "user" else "a message")
         if system is None:
@@ -286,6 +293,13 @@ class TextStream:
 def read_object(path: Path) -> dict:
     """The JSON object in a file, empty if there is no such file. UserError where it is damaged."""
     return read_json(path) if path.is_file() else {}
+
+
+def is_conversation(messages) -> bool:
+    return isinstance(messages, (list, tuple)) and all(
+        isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+        for message in messages
+    )
 
 
 def check_unicode(text: str, what: str) -> None:

@@ -670,6 +670,9 @@ def test_requests_that_cannot_be_served_are_usage_errors(models):
     for no_ids in ("a text", torch.ones(1, 5, dtype=torch.int64)):
         with pytest.raises(UsageError, match="ids"):
             decoder.generate(no_ids, max_new_tokens=4)
+    for depth in (-1, 1.5, True):
+        with pytest.raises(UsageError, match=f"a whole number of depths, from the first on, not {depth}"):
+            decoder.generate(prompt_of(5), method=lambda proposal: best_first_tree(proposal.draft(depth), 3), width=3)
     with pytest.raises(UsageError, match="has no draft head"):
         Decoder(models[0]).generate(prompt_of(5), method=lambda proposal: best_first_tree(proposal.draft(), 3), width=3)
 

@@ -117,7 +117,8 @@ def test_the_drafters_thoughts_are_told_as_they_were():
     def lines(told, *given):
         return [line for line, _ in told(seen, *given, str)]
 
-    assert lines(narrate.draft_lines)[1:] == [
+    assert lines(narrate.draft_lines) == [
+        "P = 10 positions are committed, in both caches; b = 2 is emitted, in neither",
         "the drafter first reads the target's features of 3 positions committed since it ran",
         "block [2, mask x 2] at positions 10 to 12",
     ]
@@ -134,6 +135,14 @@ def test_the_drafters_thoughts_are_told_as_they_were():
     )
     assert lines(narrate.commit_lines) == [
         "keys, values and features of rows 0, 2 go to slots 10, 11", "P = 10 -> 12; b = 2 -> 0",
+    ]
+
+
+def test_of_a_round_without_a_draft_nothing_is_told_about_the_drafters_cache():
+    """There may be no drafter, and one that rests has not read what was committed since."""
+    assert [line for line, _ in narrate.draft_lines(Seen(10, 2, 3), str)] == [
+        "P = 10 positions are committed, in the target's cache; b = 2 is emitted, not in it",
+        "the drafter does not run: this round is autoregressive; --method cast --width 15 drafts",
     ]
 
 

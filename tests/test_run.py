@@ -27,6 +27,7 @@ from minicast.terminal import DIM, GREEN, PLAIN, RESET, Screen, ShownAnswer, sho
 from minicast.tree import RANK_CAP, Tree
 from model import hub, load_draft, load_target, load_tokenizer
 from model.errors import UserError
+from model.tokenizer import Tokenizer
 from tiny import write_byte_tokenizer, write_tiny_draft, write_tiny_target
 
 ROOT = Path(run.__file__).parent
@@ -405,6 +406,18 @@ def test_target_without_known_head(capsys, models):
     err = capsys.readouterr().err
     assert "--draft-model" in err and "--method ar" in err
     assert run.main(["-p", "x", "--model", models[0], "--method", "ar", "--max-new-tokens", "2"]) == 0
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(cli, monkeypatch):
+    """A file piped by mistake: to encode it would take minutes, and memory."""
+    encoded = []
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: encoded.append(text) or [1])
+    for flags, status in ((("--prompt", "x" * 256), 0), (("--prompt", "x" * 257), 2)):  # a token is a byte, the context 256
+        assert cli("--raw", "--max-new-tokens", "0", *flags)[0] == status
+    assert encoded == ["x" * 256]
+    _, out, err = cli("--prompt", "x" * 300)
+    words = "300 characters, at least 300 tokens, the target's context is 256; shorten the prompt"
+    assert out == "" and err == f"run.py: the prompt has {words}\n"
 
 
 def test_warnings_are_one_line(cli):

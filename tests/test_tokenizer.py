@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from model.errors import UserError
+from model.errors import UsageError, UserError
 from model.tokenizer import Tokenizer, load_tokenizer
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -292,6 +293,21 @@ def test_text_that_is_no_unicode_is_refused_in_one_line(tmp_path):
         tokenizer.encode_chat("fine", system="ab\udc80")
     with pytest.raises(UserError, match="^a message is not valid Unicode at character 1"):
         tokenizer.encode_chat([{"role": "assistant", "content": "\udc80"}])
+
+
+@pytest.mark.parametrize("conversation", [
+    5, ["hello"], [{"role": "user"}], [{"content": "hello"}], [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+], ids=str)
+def test_what_is_no_conversation_is_refused(tmp_path, conversation):
+    with pytest.raises(UsageError, match=r'^a conversation is a text, or a list of \{"role": "user" or another, "content": text\}$'):
+        save(tmp_path).encode_chat(conversation)
+
+
+def test_a_text_has_at_least_as_many_tokens_as_is_known_before_it_is_encoded(tmp_path):
+    tokenizer = save(tmp_path, byte_level([("a", "b"), ("ab", "ab")]))
+    for text in [*TEXTS, "", "abab" * 9, "abababa", "<turn>ab<turn>", "<turn>" * 3]:
+        least = math.ceil(len(text) / len("<turn>"))
+        assert least == tokenizer.least_tokens(text) <= len(tokenizer.encode(text)), text
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):

@@ -23,7 +23,7 @@ from tiny import (
 from model import load_draft, load_target, memory
 from model.config import draft_config, read_config, target_config
 from model.dflash import DraftHead
-from model.errors import UserError
+from model.errors import UsageError, UserError
 from model.linear import Linear
 from model.load import default_placement
 from model.random_weights import random_pair
@@ -202,6 +202,12 @@ def test_loaders_by_name(tmp_path, monkeypatch, load, write, pack):
     write(tmp_path / "model", head_dim=15)
     with pytest.raises(UserError, match=f"^{tmp_path / 'model'}.*: head_dim 15 is odd"):
         load(tmp_path / "model")
+
+
+def test_a_dtype_that_no_model_runs_in_is_refused():
+    for dtype in ("float32", torch.int8):
+        with pytest.raises(UsageError, match=f"torch.float32, torch.bfloat16 or another of floating point, not {dtype!r}"):
+            load_target("smollm2", dtype)
 
 
 def test_where_a_model_runs_in_which_precision(monkeypatch):

@@ -641,8 +641,9 @@ def test_clamp_width():
         assert [clamp_width(width) for width in (0, 1, 127)] == [0, 1, 127]
     with pytest.warns(UserWarning, match="10000.*127"):
         assert clamp_width(10_000) == 127
-    with pytest.raises(ValueError, match="-1"):
-        clamp_width(-1)
+    for other in (-1, True, 1.0, None):
+        with pytest.raises(ValueError, match=f"not {other}"):
+            clamp_width(other)
 
 
 def test_pauses_begin_short_again_after_a_good_stretch():
