@@ -27,8 +27,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
-from numbers import Integral
 from statistics import fmean, linear_regression
+
+from minicast.sampling import is_integer
 
 MAX_WIDTH = 127  # packed rows n = N + 1 stay within 128, the paper's grid and the widest bucket
 UNINFORMED = 15  # where neither costs nor masses can be known
@@ -37,7 +38,7 @@ FIT_FROM = 16    # the paper fits its line from 16 packed rows on: fewer rows ru
 
 def clamp_width(width: int) -> int:
     """A width the decoder can run: 0 is AR; above MAX_WIDTH it becomes MAX_WIDTH, with a warning."""
-    if not isinstance(width, Integral) or isinstance(width, bool) or width < 0:
+    if not is_integer(width) or width < 0:
         raise ValueError(f"a width is a whole number, 0 (AR) to {MAX_WIDTH}, not {width!r}")
     if width > MAX_WIDTH:
         warnings.warn(f"width {width} is above the widest tree: using {MAX_WIDTH}", stacklevel=2)

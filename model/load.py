@@ -60,7 +60,8 @@ def load_draft(
 
 
 def default_placement(device, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
-    """The device and the dtype given, with the defaults of `load_target` for what is None."""
+    """The device and the dtype given, with the defaults of `load_target` for what is None. UsageError for a dtype that is
+    none of floating point."""
     if not (dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError(f"a model's dtype is torch.float32, torch.bfloat16 or another of floating point, not {dtype!r}")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -82,7 +82,8 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=not has_bos).ids
 
     def least_tokens(self, text: str) -> int:
-        """How many ids a text has at least, found without encoding it: no token covers more characters than it has."""
+        """How many ids a text has at least, found without encoding it: no token covers more characters than it has, but
+        for those that the tokenizer drops or joins beforehand."""
         return math.ceil(len(text) / max(map(len, self._tokenizer.get_vocab())))
 
     def encode_chat(
@@ -296,6 +297,7 @@ def read_object(path: Path) -> dict:
 
 
 def is_conversation(messages) -> bool:
+    """Whether these are `Messages`, in a list or a tuple."""
     return isinstance(messages, (list, tuple)) and all(
         isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
         for message in messages
